@@ -56,11 +56,18 @@ class Attention(nn.Module):
 
 
 def mlp(d: int, drop: float = 0.0) -> nn.Module:
-    parts = (nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
+    parts = (
+        nn.LayerNorm(d),
+        nn.Linear(d, 4 * d),
+        nn.GELU(),
+        nn.Linear(4 * d, d),
+    )
     return nn.Sequential(*parts, nn.Dropout(drop))
 
 
-def pairs(d: int, depth: int, drop: float = 0.0) -> list[tuple[nn.Module, nn.Module]]:
+def pairs(
+    d: int, depth: int, drop: float = 0.0
+) -> list[tuple[nn.Module, nn.Module]]:
     torch.manual_seed(0)
     return [(Attention(d, drop=drop), mlp(d, drop)) for _ in range(depth)]
 
@@ -89,7 +96,9 @@ def memcnn_net(both: Pairs) -> nn.Module:
     layers = []
     for attention, perceptron in both:
         coupling = memcnn.AdditiveCoupling(attention, perceptron, split_dim=-1)
-        layers.append(memcnn.InvertibleModuleWrapper(coupling, keep_input=False))
+        layers.append(
+            memcnn.InvertibleModuleWrapper(coupling, keep_input=False)
+        )
     return nn.Sequential(*layers)
 
 
@@ -148,7 +157,9 @@ def measured(
 ) -> dict[str, Any]:
     """Peak MiB of a step beyond parameters and gradients, and the step itself."""
     net = WAYS[way](pairs(sizes["d"], depth)).to(device)
-    y = torch.randn(sizes["batch"], sizes["tokens"], 2 * sizes["d"], device=device)
+    y = torch.randn(
+        sizes["batch"], sizes["tokens"], 2 * sizes["d"], device=device
+    )
     step = step_of(net, y.requires_grad_())
     step()
     row: dict[str, Any] = {"way": way, "depth": depth, "step": step}
@@ -181,7 +192,9 @@ def wait(device: str) -> None:
 
 def identical(depth: int, sizes: dict[str, Any], device: str) -> bool:
     """Whether gradients with dropout, undone on the grid, are those of stored states, all bits."""
-    net: Any = WAYS["undone, on the grid"](pairs(sizes["d"], depth, 0.1)).to(device)
+    net: Any = WAYS["undone, on the grid"](pairs(sizes["d"], depth, 0.1)).to(
+        device
+    )
     y = torch.randn(
         2, sizes["tokens"], 2 * sizes["d"], device=device, requires_grad=True
     )
@@ -211,8 +224,12 @@ def at_depth(
     for way in ways:
         try:
             rows.append(measured(way, depth, sizes, device))
-        except Exception as error:  # a contestant that does not run is a result too
-            failed.append({"way": way, "depth": depth, "failed": why_not(error)})
+        except (
+            Exception
+        ) as error:  # a contestant that does not run is a result too
+            failed.append(
+                {"way": way, "depth": depth, "failed": why_not(error)}
+            )
     in_turns(rows, device)
     for row in rows:
         del row["step"]

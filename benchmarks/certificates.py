@@ -38,7 +38,10 @@ KINDS = (
 )
 IMPLICIT = ("ImplicitH2", "midpoint")
 SAMPLES = 4
-SIZES = {"full": {"count": 10_000, "seed": 0}, "quick": {"count": 40, "seed": 0}}
+SIZES = {
+    "full": {"count": 10_000, "seed": 0},
+    "quick": {"count": 40, "seed": 0},
+}
 CHUNK = 20  # networks of one job
 
 
@@ -69,7 +72,9 @@ def drawn(seed: int) -> tuple[str, hdnn.networks.Network, torch.Tensor]:
         options["learn_step"] = dice.random() < 0.2
     if kind in ("H2", "verlet", "yoshida4", "ImplicitH2"):
         singular = normal(m, 1) @ normal(1, m)
-        options["X"] = dice.choice([None, normal(m, m), normal(layers, m, m), singular])
+        options["X"] = dice.choice(
+            [None, normal(m, m), normal(layers, m, m), singular]
+        )
     if kind in ("H1", "midpoint") and dice.random() < 0.7:
         n += dice.random() < 0.5
         J = normal(n, n)

@@ -21,8 +21,20 @@ from hdnn import control
 from hdnn.errors import ConvergenceError
 
 SIZES = {
-    "full": {"iterations": 300, "seeds": 5, "runs": 200, "random": 1000, "turns": 3},
-    "quick": {"iterations": 4, "seeds": 1, "runs": 10, "random": 10, "turns": 1},
+    "full": {
+        "iterations": 300,
+        "seeds": 5,
+        "runs": 200,
+        "random": 1000,
+        "turns": 3,
+    },
+    "quick": {
+        "iterations": 4,
+        "seeds": 1,
+        "runs": 10,
+        "random": 10,
+        "turns": 1,
+    },
 }
 STARTS = 10**6  # a seed that no training has
 
@@ -43,7 +55,10 @@ def trained(sizes: dict[str, int]) -> list[dict[str, Any]]:
             hits = int(control.collisions(first, problem.collision).sum())
             cost = control.Cost(smoothness=0, end=0, barrier=0)
             growth = (
-                float(cost(problem.loop, trajectory) / cost(problem.loop, first)) - 1
+                float(
+                    cost(problem.loop, trajectory) / cost(problem.loop, first)
+                )
+                - 1
             )
         certificate = training.certify()
         rows.append(
@@ -73,12 +88,16 @@ def random_controllers(count: int) -> dict[str, Any]:
         controller = control.Controller(4, 20, links=ring, dissipation=heat)
         with torch.no_grad():
             for weight in controller.parameters():
-                weight.copy_(scale * torch.randn(weight.shape, generator=source))
+                weight.copy_(
+                    scale * torch.randn(weight.shape, generator=source)
+                )
         plant = control.robots(3 * torch.randn(4, 2, generator=source))
         loop = control.ClosedLoop(plant, controller, step=10 ** (3 * v - 3))
         y = loop.start(3 * torch.randn(1, 4, 4, generator=source))
         try:
-            worst = max(worst, float(loop.balance(y, horizons=10).violation.max()))
+            worst = max(
+                worst, float(loop.balance(y, horizons=10).violation.max())
+            )
         except ConvergenceError:
             unsolved += 1
     return {"controllers": count, "violation": worst, "unsolved": unsolved}
@@ -91,7 +110,9 @@ class Authors(nn.Module):
     `integrate=None`, as a good engineer would: masks once, the gradient written out, and a loop.
     """
 
-    def __init__(self, problem: control.LoopProblem, integrate: Any = None) -> None:
+    def __init__(
+        self, problem: control.LoopProblem, integrate: Any = None
+    ) -> None:
         super().__init__()
         loop = problem.loop
         plant = loop.plant
@@ -102,22 +123,27 @@ class Authors(nn.Module):
         self.h = loop.step
         blocks = torch.block_diag
         weights = {
-            name: w.detach().float() for name, w in controller.named_parameters()
+            name: w.detach().float()
+            for name, w in controller.named_parameters()
         }
         C = torch.zeros(N * c, N * c)
         for (i, k), block in zip(controller.links, weights["C"], strict=True):
             C[i * c : i * c + c, k * c : k * c + c] = block
-        self.K = nn.Parameter(torch.stack([blocks(*step) for step in weights["K"]]))
+        self.K = nn.Parameter(
+            torch.stack([blocks(*step) for step in weights["K"]])
+        )
         self.b = nn.Parameter(weights["b"].flatten(1).clone())
         self.G = nn.Parameter(blocks(*weights["G"]))
         self.C = nn.Parameter(C)
         self.masks = {
-            name: (w.detach() != 0).float() for name, w in self.named_parameters()
+            name: (w.detach() != 0).float()
+            for name, w in self.named_parameters()
         }
         self.move = blocks(*(plant.J - plant.R).float())
         self.port = blocks(*plant.g.float())
         self.damped = (
-            blocks(*[controller.J.float()] * N) - controller.R.flatten().float().diag()
+            blocks(*[controller.J.float()] * N)
+            - controller.R.flatten().float().diag()
         )
         self.rest = plant.rest().float().flatten()
 
@@ -131,7 +157,8 @@ class Authors(nn.Module):
             z, xi = y.chunk(2, -1)
             rows = xi @ (self.K[step] * self.masks["K"][step]).T + self.b[step]
             energy = (
-                0.5 * (z - self.rest).square().sum() + torch.log(torch.cosh(rows)).sum()
+                0.5 * (z - self.rest).square().sum()
+                + torch.log(torch.cosh(rows)).sum()
             )
             f, f_c = torch.autograd.grad(energy, (z, xi), create_graph=True)
         G, C = self.masked("G"), self.masked("C")
@@ -155,12 +182,17 @@ class Authors(nn.Module):
         K, G, C = self.masked("K"), self.masked("G"), self.masked("C")
         port = G @ self.port.T
         top = torch.cat([self.move.T, port.T], 1)
-        move = torch.cat([top, torch.cat([-port, (self.damped + C - C.T).T], 1)])
+        move = torch.cat(
+            [top, torch.cat([-port, (self.damped + C - C.T).T], 1)]
+        )
         states = [y]
         for K_t, b_t in zip(K, self.b, strict=True):
             slope = torch.tanh(torch.addmm(b_t, y[:, 48:], K_t.T)) @ K_t
             y = torch.addmm(
-                y, torch.cat([y[:, :48] - self.rest, slope], -1), move, alpha=self.h
+                y,
+                torch.cat([y[:, :48] - self.rest, slope], -1),
+                move,
+                alpha=self.h,
             )
             states.append(y)
         return torch.stack(states)
@@ -171,11 +203,17 @@ class Authors(nn.Module):
         K = self.masked("K")
         rows = trajectory[:-1, ..., 4:].flatten(2) @ K.mT + self.b.unsqueeze(1)
         effort = (
-            (torch.tanh(rows) @ K @ self.masked("G")).square().sum(-1).mean(1).sum()
+            (torch.tanh(rows) @ K @ self.masked("G"))
+            .square()
+            .sum(-1)
+            .mean(1)
+            .sum()
         )
         rough = K.diff(dim=0).square().sum() + self.b.diff(dim=0).square().sum()
         return (
-            cost(self.problem.loop, trajectory) + 0.05 * self.h * effort + 1e-3 * rough
+            cost(self.problem.loop, trajectory)
+            + 0.05 * self.h * effort
+            + 1e-3 * rough
         )
 
 
@@ -185,7 +223,9 @@ def trainings(sizes: dict[str, int]) -> dict[str, list[float]]:
     ours = control.LoopTraining(problem, iterations=10**6)
     rivals: dict[str, Any] = {"a good engineer's forward Euler": None}
     if importlib.util.find_spec("torchdiffeq"):
-        rivals["the authors' algorithm"] = importlib.import_module("torchdiffeq").odeint
+        rivals["the authors' algorithm"] = importlib.import_module(
+            "torchdiffeq"
+        ).odeint
     steps = {}
     for name, integrate in rivals.items():
         net = Authors(problem, integrate)
@@ -233,7 +273,13 @@ def page(result: dict[str, Any]) -> str:
         hits = f"{r['collisions']} of {r['runs']}"
         growth = f"{r['growth']:+.3%}"
         rows.append(
-            [r["seed"], f"{r['seconds']:.1f}", hits, growth, f"{r['violation']:.1e}"]
+            [
+                r["seed"],
+                f"{r['seconds']:.1f}",
+                hits,
+                growth,
+                f"{r['violation']:.1e}",
+            ]
         )
     names = "seed | seconds | runs with a collision | cost of ten horizons | error of the balance"
     lines += table(names, rows)
@@ -243,12 +289,17 @@ def page(result: dict[str, Any]) -> str:
         f"Energy balance of {r['controllers']:,} random controllers, steps of 0.001 to 1, weights "
         f"of 0.01 to 10: error {r['violation']:.1e} at most, {r['unsolved']} unsolved.",
     ]
-    rows = [[name, spread(ratios)] for name, ratios in result["trainings"].items()]
+    rows = [
+        [name, spread(ratios)] for name, ratios in result["trainings"].items()
+    ]
     lines += table(
-        "an iteration from one start, against ours from four | times as long", rows
+        "an iteration from one start, against ours from four | times as long",
+        rows,
     )
     return text_of(lines)
 
 
 if __name__ == "__main__":
-    raise SystemExit(command("control", __doc__, SIZES, run, page, devices=("cpu",)))
+    raise SystemExit(
+        command("control", __doc__, SIZES, run, page, devices=("cpu",))
+    )

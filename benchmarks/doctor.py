@@ -34,7 +34,11 @@ def perceptron() -> tuple[nn.Module, Tensor, int]:
 def convolutions() -> tuple[nn.Module, Tensor, int]:
     hidden: list[nn.Module] = []
     for channels in (3, 16, 16, 16):
-        hidden += [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+        hidden += [
+            nn.Conv2d(channels, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+        ]
     model = nn.Sequential(
         *hidden, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
     )
@@ -108,12 +112,18 @@ def compare(make: Any, sizes: dict[str, int], device: str) -> dict[str, Any]:
         ratios.append(watched.seconds / bare.seconds)
         steps.append(1e3 * bare.seconds / (TURN * sizes["turns"]))
         examinations = max(examinations, len(watched.doctor.diagnoses))
-    return {"ratios": sorted(ratios), "ms": min(steps), "examinations": examinations}
+    return {
+        "ratios": sorted(ratios),
+        "ms": min(steps),
+        "examinations": examinations,
+    }
 
 
 def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
     return {
-        "models": {name: compare(make, sizes, device) for name, make in MODELS.items()}
+        "models": {
+            name: compare(make, sizes, device) for name, make in MODELS.items()
+        }
     }
 
 
@@ -130,8 +140,12 @@ def page(result: dict[str, Any]) -> str:
         every = ", ".join(f"{ratio:.3f}" for ratio in ratios)
         middle = ratios[len(ratios) // 2]
         ratio = f"{middle:.3f} ({every})"
-        rows.append([name, f"{row['ms']:.2f}", ratio, row["examinations"], "<= 1.05"])
-    lines += table("model | ms a step | with a doctor | examinations | target", rows)
+        rows.append(
+            [name, f"{row['ms']:.2f}", ratio, row["examinations"], "<= 1.05"]
+        )
+    lines += table(
+        "model | ms a step | with a doctor | examinations | target", rows
+    )
     return text_of(lines)
 
 

@@ -133,7 +133,9 @@ def in_turns(
 def compare(size: tuple[Any, ...], device: str, seconds: float) -> Row:
     """All contestants on one stack."""
     kind, n, batch, N, precision, target = size
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision(
+        "high" if precision == "tf32" else "highest"
+    )
     tensors = weights(kind, n, batch, N, device)
     steps = {"hdnn": default(kind, tensors), "plain": plain(kind, tensors)}
     steps["products"] = products(kind, tensors)
@@ -149,7 +151,9 @@ def compare(size: tuple[Any, ...], device: str, seconds: float) -> Row:
         "target": target,
         "turns": len(ratios),
     }
-    figures = ", ".join(f"{name} {value:.3f}" for name, value in row["ms"].items())
+    figures = ", ".join(
+        f"{name} {value:.3f}" for name, value in row["ms"].items()
+    )
     say(f"{row['what']}: {figures} ms; {row['ratio']:.1f} times the plain loop")
     return row
 
@@ -201,7 +205,9 @@ def memory(device: str, depths: tuple[int, ...]) -> list[Row]:
     for N in depths:
         row: Row = {"layers": N}
         for backprop in ("auto", "checkpoint", "reversible"):
-            code = MEMORY.format(here=here, N=N, device=device, backprop=backprop)
+            code = MEMORY.format(
+                here=here, N=N, device=device, backprop=backprop
+            )
             row[backprop] = in_process(code)
         say(f"memory: {row}")
         rows.append(row)
@@ -220,9 +226,12 @@ def accuracy(device: str) -> Row:
             out = functional.h2(*exact, H)
         wanted = torch.autograd.grad(out.sum(), exact)
         with hdnn.engine.use(precision=precision):
-            ours = torch.autograd.grad(functional.h2(*tensors, H).sum(), tensors)
+            ours = torch.autograd.grad(
+                functional.h2(*tensors, H).sum(), tensors
+            )
         errors = [
-            float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)
+            float((a - b).norm() / b.norm())
+            for a, b in zip(ours, wanted, strict=True)
         ]
         row[precision] = max(errors)
     say(f"relative error of gradients: {row}")
@@ -234,7 +243,9 @@ def first_call() -> Row:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        cold, warm = (in_process(FIRST, NUMBA_CACHE_DIR=folder) for _ in range(2))
+        cold, warm = (
+            in_process(FIRST, NUMBA_CACHE_DIR=folder) for _ in range(2)
+        )
     say(f"first step: {cold:.1f} s, with kernels on disk {warm:.2f} s")
     return {"cold": cold, "warm": warm}
 
@@ -258,14 +269,18 @@ def page(result: dict[str, Any]) -> str:
     for row in result["speed"]:
         low, high = row["quartiles"]
         times = [
-            f"{row['ms'][name]:.3f}" if name in row["ms"] else "" for name in names
+            f"{row['ms'][name]:.3f}" if name in row["ms"] else ""
+            for name in names
         ]
         missed = " (missed)" if row["ratio"] < row["target"] else ""
         ratio = f"{row['ratio']:.1f} ({low:.1f} to {high:.1f})"
         rows.append([row["what"], *times, ratio, f"{row['target']:g}{missed}"])
     head = "stack | hdnn, ms | plain loop | products alone | compiled | plain / hdnn | target"
     lines += report.table(head, rows)
-    lines += ["", "Memory of a process at its peak, MiB (H2, 16 features, batch 4000):"]
+    lines += [
+        "",
+        "Memory of a process at its peak, MiB (H2, 16 features, batch 4000):",
+    ]
     methods = ("auto", "checkpoint", "reversible")
     depths = [
         [row["layers"], *[f"{row[name]:.0f}" for name in methods]]
@@ -294,7 +309,9 @@ def main() -> int:
         "--out", type=Path, help="folder for engine-DEVICE.json and .md"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="does it run? The figures are rough"
+        "--quick",
+        action="store_true",
+        help="does it run? The figures are rough",
     )
     options = parser.parse_args()
     device = options.device
@@ -311,7 +328,9 @@ def main() -> int:
         "speed": [compare(size, device, seconds) for size in sizes],
         "accuracy": accuracy(device),
         "memory": memory(device, DEPTHS[:1] if options.quick else DEPTHS),
-        "first": first_call() if device == "cpu" and not options.quick else None,
+        "first": first_call()
+        if device == "cpu" and not options.quick
+        else None,
     }
     result["others_cores"] = report.taken_by_others(before)
     say(

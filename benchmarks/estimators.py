@@ -80,7 +80,9 @@ GROUPS = {
         Set("iris", lambda: datasets.load_iris(return_X_y=True), True),
         Set("wine", lambda: datasets.load_wine(return_X_y=True), True),
         Set(
-            "breast cancer", lambda: datasets.load_breast_cancer(return_X_y=True), True
+            "breast cancer",
+            lambda: datasets.load_breast_cancer(return_X_y=True),
+            True,
         ),
         Set("diabetes", lambda: datasets.load_diabetes(return_X_y=True), False),
     ),
@@ -146,14 +148,19 @@ def page(result: dict[str, Any]) -> str:
     rows = []
     for record in result["records"]:
         scores = record["scores"]
-        means = {name: f"{np.mean(values):.3f}" for name, values in scores.items()}
+        means = {
+            name: f"{np.mean(values):.3f}" for name, values in scores.items()
+        }
         ours = [means.pop("hdnn"), f"{min(scores['hdnn']):.3f}"]
         rows.append(
-            [record["set"], *ours, *means.values(), f"{np.mean(record['seconds']):.1f}"]
+            [
+                record["set"],
+                *ours,
+                *means.values(),
+                f"{np.mean(record['seconds']):.1f}",
+            ]
         )
-    names = (
-        "table | hdnn | worst fold | MLP | linear | gradient boosting | seconds of hdnn"
-    )
+    names = "table | hdnn | worst fold | MLP | linear | gradient boosting | seconds of hdnn"
     lines += table(names, rows)
     return text_of(lines)
 
@@ -161,14 +168,18 @@ def page(result: dict[str, Any]) -> str:
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--group", choices=GROUPS, nargs="+", default=["hard", "usual"])
+    parser.add_argument(
+        "--group", choices=GROUPS, nargs="+", default=["hard", "usual"]
+    )
     parser.add_argument("--folds", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument(
         "--quick", action="store_true", help="does it run? One table, one fold"
     )
     parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # of epochs that were not enough for the MLP
+    warnings.simplefilter(
+        "ignore"
+    )  # of epochs that were not enough for the MLP
     sets: list[Set] = []
     for group in options.group:
         sets += GROUPS[group]
@@ -190,7 +201,11 @@ def main() -> None:
         words += ["--folds", str(options.folds)]
     if options.quick:
         words.append("--quick")
-    result = {"command": " ".join(words), "machine": machine("cpu"), "records": records}
+    result = {
+        "command": " ".join(words),
+        "machine": machine("cpu"),
+        "records": records,
+    }
     text = page(result)
     print(text)
     keep(result, text, "estimators", options.out)

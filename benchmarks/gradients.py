@@ -27,7 +27,17 @@ from torch import Tensor, nn
 
 import hdnn
 
-KINDS = ("H1", "H2", "verlet", "yoshida4", "MS1", "MS2", "MS3", "h1 unit", "h2 unit")
+KINDS = (
+    "H1",
+    "H2",
+    "verlet",
+    "yoshida4",
+    "MS1",
+    "MS2",
+    "MS3",
+    "h1 unit",
+    "h2 unit",
+)
 SIZES = {"full": {"count": 2000}, "quick": {"count": 9}}
 ALLOWED = 20
 CHAOTIC = 0.1  # how far off the plain loop is where it has no digit right
@@ -39,7 +49,9 @@ def drawn(number: int) -> tuple[str, nn.Module, Tensor]:
     kind = KINDS[number % len(KINDS)]
     unit = "unit" in kind
     n = dice.choice((2, 4, 8) if unit else (2, 4, 8, 16, 32))
-    layers = round(math.exp(dice.uniform(math.log(6), math.log(40 if unit else 300))))
+    layers = round(
+        math.exp(dice.uniform(math.log(6), math.log(40 if unit else 300)))
+    )
     generator = torch.Generator().manual_seed(number)
     options: dict[str, Any] = {
         "step": math.exp(dice.uniform(math.log(0.01), 0)),
@@ -48,13 +60,23 @@ def drawn(number: int) -> tuple[str, nn.Module, Tensor]:
         "generator": generator,
     }
     if unit:
-        net: nn.Module = hdnn.HamiltonianUnit(n, layers, network=kind[:2], **options)
-        return kind, net, torch.randn(dice.choice((1, 3)), n, 5, 5, generator=generator)
+        net: nn.Module = hdnn.HamiltonianUnit(
+            n, layers, network=kind[:2], **options
+        )
+        return (
+            kind,
+            net,
+            torch.randn(dice.choice((1, 3)), n, 5, 5, generator=generator),
+        )
     if kind in ("verlet", "yoshida4"):
         net = hdnn.HamiltonianNet(n, layers, kind, **options)
     else:
         net = getattr(hdnn, kind)(n, layers, **options)
-    return kind, net, torch.randn(dice.choice((1, 3, 10, 70)), n, generator=generator)
+    return (
+        kind,
+        net,
+        torch.randn(dice.choice((1, 3, 10, 70)), n, generator=generator),
+    )
 
 
 def gradients(net: nn.Module, y: Tensor, **options: Any) -> list[Tensor]:
@@ -63,7 +85,11 @@ def gradients(net: nn.Module, y: Tensor, **options: Any) -> list[Tensor]:
     leaf = y.detach().requires_grad_()
     with hdnn.engine.use(**options):
         out = net(leaf)
-        u = torch.arange(1, out.numel() + 1, dtype=torch.float64).cos().view(out.shape)
+        u = (
+            torch.arange(1, out.numel() + 1, dtype=torch.float64)
+            .cos()
+            .view(out.shape)
+        )
         out.backward(u.to(out))
     grads = [leaf.grad, *(p.grad for p in net.parameters())]
     return [g.cpu().double() for g in grads if g is not None]
@@ -77,7 +103,9 @@ def off(grads: list[Tensor], exact: list[Tensor]) -> float:
     for a, b in zip(grads, exact, strict=True):
         size = max(float(b.abs().max()), 1e-300)
         errors.append(
-            float((a / size - b / size).norm() / (b / size).norm().clamp_min(1.0))
+            float(
+                (a / size - b / size).norm() / (b / size).norm().clamp_min(1.0)
+            )
         )
     return max(errors)
 
@@ -109,7 +137,9 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
     for kind in KINDS:
         counts = Counter(result for name, result, _ in rows if name == kind)
         ratios = [
-            ratio for name, _, ratio in rows if name == kind and ratio is not None
+            ratio
+            for name, _, ratio in rows
+            if name == kind and ratio is not None
         ]
         kinds[kind] = {**counts, "median": median(ratios), "worst": max(ratios)}
     failures = sum(row.get("fails", 0) for row in kinds.values())
@@ -134,8 +164,12 @@ def page(result: dict[str, Any]) -> str:
     rows = []
     for kind, row in result["kinds"].items():
         ratios = [f"{row['median']:.2f}", f"{row['worst']:.1f}"]
-        rows.append([kind, row.get("overflows", 0), *ratios, row.get("fails", 0)])
-    lines += table("kind | overflow | median ratio | largest ratio | fail", rows)
+        rows.append(
+            [kind, row.get("overflows", 0), *ratios, row.get("fails", 0)]
+        )
+    lines += table(
+        "kind | overflow | median ratio | largest ratio | fail", rows
+    )
     return text_of(lines)
 
 

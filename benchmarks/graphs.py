@@ -48,9 +48,13 @@ class Steps:
 
     def __init__(self, messages: Messages) -> None:
         self.messages = messages
-        self.net = GraphNetwork(messages.plan, messages, layers=LAYERS, step=0.2)
+        self.net = GraphNetwork(
+            messages.plan, messages, layers=LAYERS, step=0.2
+        )
         self.net.reset_parameters(0)
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=1e-3, fused=True)
+        self.optimizer = torch.optim.Adam(
+            self.net.parameters(), lr=1e-3, fused=True
+        )
         generator = torch.Generator().manual_seed(0)
         features = messages.plan.graph.features
         self.x = torch.randn(BATCH, features, generator=generator)[
@@ -82,10 +86,16 @@ def alone(sizes: tuple[int, ...], turns: int) -> list[dict[str, Any]]:
             start = time.process_time()
             steps.take()
             if turn:
-                times[case].append((time.process_time() - start) / case[1] * 1e6)
+                times[case].append(
+                    (time.process_time() - start) / case[1] * 1e6
+                )
     rows = []
     for (kind, nodes), values in times.items():
-        row = {"kind": kind, "nodes": nodes, "microseconds": statistics.median(values)}
+        row = {
+            "kind": kind,
+            "nodes": nodes,
+            "microseconds": statistics.median(values),
+        }
         rows.append({**row, "from": min(values), "to": max(values)})
     return rows
 
@@ -172,9 +182,7 @@ def page(result: dict[str, Any]) -> str:
                 f"{r['difference']:.0e}",
             ]
         )
-    names = (
-        "graph | processes | speed against one | CPU of all a step | MB sent a step | "
-    )
+    names = "graph | processes | speed against one | CPU of all a step | MB sent a step | "
     names += "relative difference of gradients' norms"
     lines += table(names, rows)
     return text_of(lines)

@@ -50,7 +50,9 @@ def speed(network: str, batch: int, data: ImageData) -> dict[str, Any]:
     """Seconds an epoch."""
     settings = recipes.image_settings("cifar10", network, epochs=TRAINING)
     model = recipes.image_network("cifar10", network, **settings).cuda()
-    recipe = recipes.image_recipe("cifar10", network, epochs=2 + EPOCHS, batch=batch)
+    recipe = recipes.image_recipe(
+        "cifar10", network, epochs=2 + EPOCHS, batch=batch
+    )
     clock = []
     fit_images(
         model,
@@ -117,7 +119,9 @@ def memory(layers: int, backprop: str) -> dict[str, Any]:
 def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
     rows = []
     for layers in sizes["depths"]:
-        ways = [way for way in WAYS if way != "stored" or layers <= STORED_DEPTH]
+        ways = [
+            way for way in WAYS if way != "stored" or layers <= STORED_DEPTH
+        ]
         rows += [memory(layers, way) for way in ways]
     epochs = []
     if sizes["speed"] == "yes":
@@ -133,16 +137,19 @@ def least_to_most(seconds: list[float]) -> str:
 def page(result: dict[str, Any]) -> str:
     lines = head("Images on a GPU", result)
     if result["speed"]:
-        text = (
-            f"Seconds an epoch of CIFAR-10 (50,000 images), least to most of {EPOCHS}:"
-        )
+        text = f"Seconds an epoch of CIFAR-10 (50,000 images), least to most of {EPOCHS}:"
         lines += ["", text]
         rows = []
         for r in result["speed"]:
             name = [r["network"], f"{r['parameters']:,}", r["batch"]]
             minutes = TRAINING * max(r["seconds"]) / 60
             rows.append(
-                [*name, least_to_most(r["seconds"]), r["target"], f"{minutes:.1f}"]
+                [
+                    *name,
+                    least_to_most(r["seconds"]),
+                    r["target"],
+                    f"{minutes:.1f}",
+                ]
             )
         names = f"network | parameters | minibatch | seconds | target | {TRAINING} epochs, minutes"
         lines += table(names, rows)
@@ -165,4 +172,6 @@ def page(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command("images", __doc__, SIZES, run, page, devices=("cuda",)))
+    raise SystemExit(
+        command("images", __doc__, SIZES, run, page, devices=("cuda",))
+    )

@@ -44,7 +44,9 @@ SIZES = {
 
 
 def start(folder: Path, epochs: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", TRAINING, str(folder), str(epochs)])
+    return subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(folder), str(epochs)]
+    )
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -73,10 +75,14 @@ def same(a: Path, b: Path) -> bool:
     """True if weights and losses are the same, bit by bit."""
     tensors_a, about_a = io.load_tensors(a / CHECKPOINT)
     tensors_b, about_b = io.load_tensors(b / CHECKPOINT)
-    if about_a["values"]["history"]["loss"] != about_b["values"]["history"]["loss"]:
+    if (
+        about_a["values"]["history"]["loss"]
+        != about_b["values"]["history"]["loss"]
+    ):
         return False
     return all(
-        torch.equal(tensor, tensors_b[name]) for name, tensor in tensors_a.items()
+        torch.equal(tensor, tensors_b[name])
+        for name, tensor in tensors_a.items()
     )
 
 
@@ -98,11 +104,21 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
             finish(start(folder, epochs))
             equal = same(place / "alone", folder)
             rows.append(
-                {"seconds": moment, "running": running, "epochs": done, "same": equal}
+                {
+                    "seconds": moment,
+                    "running": running,
+                    "epochs": done,
+                    "same": equal,
+                }
             )
             say(f"{k + 1}/{sizes['kills']}: {rows[-1]}")
     count = sum(row["same"] for row in rows)
-    return {"seconds": seconds, "rows": rows, "same": count, "ok": count == len(rows)}
+    return {
+        "seconds": seconds,
+        "rows": rows,
+        "same": count,
+        "ok": count == len(rows),
+    }
 
 
 def page(result: dict[str, Any]) -> str:
@@ -126,4 +142,6 @@ def page(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command("kill", __doc__, SIZES, run, page, devices=("cpu",)))
+    raise SystemExit(
+        command("kill", __doc__, SIZES, run, page, devices=("cpu",))
+    )

@@ -33,7 +33,13 @@ from torch.nn import functional as F
 import hdnn
 
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"d": 256, "tokens": 256, "batch": 32, "steps": 1000, "depths": (8, 32)},
+    "full": {
+        "d": 256,
+        "tokens": 256,
+        "batch": 32,
+        "steps": 1000,
+        "depths": (8, 32),
+    },
     "quick": {"d": 32, "tokens": 32, "batch": 4, "steps": 10, "depths": (2,)},
 }
 RATES = (5e-4, 1e-3, 2e-3)
@@ -73,7 +79,9 @@ class LanguageModel(nn.Module):
         blocks = [Branches(d) for _ in range(depth)]
         self.stack = nn.ModuleList(blocks)
         if kind == "leapfrog":
-            self.stack = hdnn.Reversible([hdnn.Leapfrog(block) for block in blocks])
+            self.stack = hdnn.Reversible(
+                [hdnn.Leapfrog(block) for block in blocks]
+            )
         self.norm = nn.LayerNorm(d)
         self.head = nn.Linear(d, letters)
         nn.init.normal_(self.letter.weight, std=0.02)
@@ -82,7 +90,9 @@ class LanguageModel(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         x = self.letter(text) + self.place.weight[: text.shape[1]]
         if self.kind == "leapfrog":
-            x = self.stack(torch.cat([torch.zeros_like(x), x], -1)).chunk(2, -1)[1]
+            x = self.stack(torch.cat([torch.zeros_like(x), x], -1)).chunk(
+                2, -1
+            )[1]
         else:
             for block in self.stack:  # pyright: ignore[reportGeneralTypeIssues]
                 x = x + block(x)
@@ -97,7 +107,9 @@ def corpus() -> tuple[Tensor, Tensor, int]:
     text = "\n".join(
         file.read_text(encoding="utf-8", errors="ignore") for file in files
     )
-    kinds = sorted(letter for letter, count in Counter(text).items() if count > 50)
+    kinds = sorted(
+        letter for letter, count in Counter(text).items() if count > 50
+    )
     number = {letter: k for k, letter in enumerate(kinds)}
     numbers = torch.tensor([number.get(letter, number[" "]) for letter in text])
     cut = len(numbers) * 9 // 10
@@ -122,7 +134,9 @@ def loss_of(model: nn.Module, text: Tensor) -> Tensor:
 Task = tuple[str, int, float, int]  # model, depth, rate, seed
 
 
-def optimiser_of(model: nn.Module, rate: float, device: str) -> torch.optim.Optimizer:
+def optimiser_of(
+    model: nn.Module, rate: float, device: str
+) -> torch.optim.Optimizer:
     """AdamW; matrices decay, and nothing else."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
@@ -130,7 +144,9 @@ def optimiser_of(model: nn.Module, rate: float, device: str) -> torch.optim.Opti
         {"params": matrices, "weight_decay": 0.1},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), fused=device == "cuda")
+    return torch.optim.AdamW(
+        groups, rate, betas=(0.9, 0.95), fused=device == "cuda"
+    )
 
 
 def rate_factor(step: int, steps: int) -> float:
@@ -194,14 +210,18 @@ def all_of(
 def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
     first = sizes["depths"][0]
     tried = all_of(
-        [(kind, first, rate, 0) for kind in MODELS for rate in RATES], sizes, device
+        [(kind, first, rate, 0) for kind in MODELS for rate in RATES],
+        sizes,
+        device,
     )
     best = {}
     for kind in MODELS:
         rows = [row for row in tried if row["kind"] == kind]
         best[kind] = min(rows, key=lambda row: row["loss"])["rate"]
     tasks: list[Task] = []
-    for depth in sorted(sizes["depths"], reverse=True):  # the longest trainings first
+    for depth in sorted(
+        sizes["depths"], reverse=True
+    ):  # the longest trainings first
         for seed in SEEDS:
             tasks += [(kind, depth, best[kind], seed) for kind in MODELS]
     return {"best": best, "tried": tried, "rows": all_of(tasks, sizes, device)}
@@ -221,7 +241,9 @@ def page(result: dict[str, Any]) -> str:
         residual = None
         for kind in MODELS:
             same = [
-                r for r in result["rows"] if r["kind"] == kind and r["depth"] == depth
+                r
+                for r in result["rows"]
+                if r["kind"] == kind and r["depth"] == depth
             ]
             losses = [r["loss"] for r in same]
             mean = statistics.mean(losses)
@@ -230,7 +252,9 @@ def page(result: dict[str, Any]) -> str:
             against = f"{100 * (mean / residual - 1):+.2f}%"
             about = [f"{same[0]['parameters']:,}", result["best"][kind]]
             rows.append([kind, depth, *about, loss, against])
-    lines += table("model | blocks | parameters | rate | loss | against residual", rows)
+    lines += table(
+        "model | blocks | parameters | rate | loss | against residual", rows
+    )
     return text_of(lines)
 
 

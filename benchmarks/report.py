@@ -39,7 +39,9 @@ def command(
     if device == "cuda" and not torch.cuda.is_available():
         print("a GPU is needed, and PyTorch finds none", file=sys.stderr)
         return 2
-    changed = {key: value for key, value in options.items() if value is not None}
+    changed = {
+        key: value for key, value in options.items() if value is not None
+    }
     chosen = {**sizes["quick" if quick else "full"], **changed}
     words = ["python", f"benchmarks/{name}.py"]
     if len(devices) > 1:
@@ -65,11 +67,15 @@ def _parsed(
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=form)
     parser.add_argument("--device", choices=devices, default=devices[0])
-    parser.add_argument("--quick", action="store_true", help="does it run? Small sizes")
+    parser.add_argument(
+        "--quick", action="store_true", help="does it run? Small sizes"
+    )
     parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
     for key, value in sizes.items():
         if isinstance(value, int | float | str):
-            parser.add_argument(f"--{key}", type=type(value), help=f"default: {value}")
+            parser.add_argument(
+                f"--{key}", type=type(value), help=f"default: {value}"
+            )
     return vars(parser.parse_args())
 
 

@@ -49,13 +49,17 @@ class Residual(nn.Sequential):
         first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         last = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         nn.init.zeros_(last.weight)
-        super().__init__(normalised(channels), first, normalised(channels), last)
+        super().__init__(
+            normalised(channels), first, normalised(channels), last
+        )
 
 
 class ReversibleResNet(nn.Module):
     """Three stages of leapfrog blocks on images."""
 
-    def __init__(self, shape: tuple[tuple[int, int], ...], classes: int = 10) -> None:
+    def __init__(
+        self, shape: tuple[tuple[int, int], ...], classes: int = 10
+    ) -> None:
         super().__init__()
         channels = [c for c, _ in shape]
         self.stem = nn.Conv2d(3, 2 * channels[0], 3, padding=1, bias=False)
@@ -83,11 +87,20 @@ def images(shape: str) -> ImageData:
     if shape != "tiny":
         return load_cifar10()
     source = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (60, 3, 8, 8), generator=source, dtype=torch.uint8)
+    x = torch.randint(
+        0, 256, (60, 3, 8, 8), generator=source, dtype=torch.uint8
+    )
     t = torch.randint(0, 10, (60,), generator=source)
     classes = tuple("0123456789")
     return ImageData(
-        "noise", x[:40], t[:40], x[40:], t[40:], classes, (0.5,) * 3, (0.25,) * 3
+        "noise",
+        x[:40],
+        t[:40],
+        x[40:],
+        t[40:],
+        classes,
+        (0.5,) * 3,
+        (0.25,) * 3,
     )
 
 

@@ -44,9 +44,14 @@ def workers() -> dict[int, int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             variables = (
-                (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                (entry / "environ")
+                .read_bytes()
+                .decode(errors="replace")
+                .split("\0")
             )
-            named = dict(line.split("=", 1) for line in variables if "=" in line)
+            named = dict(
+                line.split("=", 1) for line in variables if "=" in line
+            )
             if "RANK" in named and named.get("RING_OF") == str(os.getpid()):
                 ranks[int(named["RANK"])] = int(entry.name)
     return ranks
@@ -64,9 +69,13 @@ class Watch:
         if len(ranks) < RING.nodes or news["epoch"] == news["epochs"]:
             return  # some are about to end
         with contextlib.suppress(OSError):
-            linked, others = audit.linked([ranks[rank] for rank in sorted(ranks)])
+            linked, others = audit.linked(
+                [ranks[rank] for rank in sorted(ranks)]
+            )
             self.links |= linked
-            self.strangers = max(self.strangers, *(len(ends) for ends in others))
+            self.strangers = max(
+                self.strangers, *(len(ends) for ends in others)
+            )
 
 
 def cell(data: str, layers: int, epochs: int) -> dict[str, Any]:
@@ -133,4 +142,6 @@ def page(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command("ring", __doc__, SIZES, run, page, devices=("cpu",)))
+    raise SystemExit(
+        command("ring", __doc__, SIZES, run, page, devices=("cpu",))
+    )

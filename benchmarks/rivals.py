@@ -49,7 +49,9 @@ def plain_h2(
     each shear is two fused products with one activation between them.
     """
     p, q = y.chunk(2, -1)
-    layers = zip(K_p.unbind(), K_q.unbind(), b_p.unbind(), b_q.unbind(), strict=True)
+    layers = zip(
+        K_p.unbind(), K_q.unbind(), b_p.unbind(), b_q.unbind(), strict=True
+    )
     for Kp, Kq, bp, bq in layers:
         p = torch.addmm(p, torch.addmm(bq, q, Kq.T).tanh(), Kq, alpha=-h)
         q = torch.addmm(q, torch.addmm(bp, p, Kp.T).tanh(), Kp, alpha=h)

@@ -29,7 +29,9 @@ def by_autograd(net: hdnn.H2, y: Tensor) -> Tensor:
     w = net.weights()
     h = float(net.T / net.layers)
     states = [y.clone().requires_grad_()]
-    for K_p, K_q, b_p, b_q in zip(w["K_p"], w["K_q"], w["b_p"], w["b_q"], strict=True):
+    for K_p, K_q, b_p, b_q in zip(
+        w["K_p"], w["K_q"], w["b_p"], w["b_q"], strict=True
+    ):
         p, q = states[-1].chunk(2, -1)
         p = p - h * torch.tanh(q @ K_q.T + b_q) @ K_q
         q = q + h * torch.tanh(p @ K_p.T + b_p) @ K_p
@@ -65,7 +67,9 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
         "ratio": statistics.median(ratios),
         "from": ratios[tenth],
         "to": ratios[-1 - tenth],
-        "relative_difference": float((ours - theirs).abs().max() / theirs.abs().max()),
+        "relative_difference": float(
+            (ours - theirs).abs().max() / theirs.abs().max()
+        ),
     }
 
 

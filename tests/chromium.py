@@ -18,7 +18,8 @@ CHROMIUM = (
     or shutil.which("chromium-browser")
 )
 needs_chromium = pytest.mark.skipif(
-    not CHROMIUM, reason="there is no Chromium: install one, or name it in CHROMIUM"
+    not CHROMIUM,
+    reason="there is no Chromium: install one, or name it in CHROMIUM",
 )
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -53,14 +54,18 @@ def visits(browser: Any, allowed: str) -> Iterator[Any]:
 
     def visit(address: str, **options: Any) -> Any:
         options = {"viewport": {"width": 1200, "height": 900}, **options}
-        context = browser.new_context(offline=True, accept_downloads=True, **options)
+        context = browser.new_context(
+            offline=True, accept_downloads=True, **options
+        )
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(60_000)
         page.on("console", lambda message: faults.append(message.text))
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("request", lambda request: asked(request.url))
-        page.on("requestfailed", lambda request: faults.append(f"no {request.url}"))
+        page.on(
+            "requestfailed", lambda request: faults.append(f"no {request.url}")
+        )
         page.goto(address)
         return page
 

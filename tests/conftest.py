@@ -34,7 +34,9 @@ settings.register_profile(
     derandomize=True,
     database=None,
 )
-settings.load_profile("reproducible" if os.environ.get("CI") == "true" else "explore")
+settings.load_profile(
+    "reproducible" if os.environ.get("CI") == "true" else "explore"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,9 @@ import random
 from collections.abc import Iterator
 
 
-def flipped(content: bytes, header: int, tensors: int) -> Iterator[tuple[int, bytes]]:
+def flipped(
+    content: bytes, header: int, tensors: int
+) -> Iterator[tuple[int, bytes]]:
     """A safetensors file with a bit flipped, and which: so many in its header, so many behind."""
     end = 8 * (8 + int.from_bytes(content[:8], "little"))
     draw = random.Random(0)

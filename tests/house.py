@@ -23,7 +23,8 @@ def modules() -> dict[str, ast.Module]:
 
 def inside(name: str, *packages: str) -> bool:
     return any(
-        name == package or name.startswith(f"{package}.") for package in packages
+        name == package or name.startswith(f"{package}.")
+        for package in packages
     )
 
 
@@ -40,9 +41,13 @@ def imports(tree: ast.AST) -> Iterator[str]:
         return
     if isinstance(tree, ast.Import):
         yield from (
-            module_of(alias.name) for alias in tree.names if inside(alias.name, "hdnn")
+            module_of(alias.name)
+            for alias in tree.names
+            if inside(alias.name, "hdnn")
         )
     elif isinstance(tree, ast.ImportFrom) and inside(tree.module or "", "hdnn"):
-        yield from (module_of(f"{tree.module}.{alias.name}") for alias in tree.names)
+        yield from (
+            module_of(f"{tree.module}.{alias.name}") for alias in tree.names
+        )
     for child in ast.iter_child_nodes(tree):
         yield from imports(child)

@@ -40,7 +40,9 @@ def names() -> dict[str, Any]:
     for module in MODULES:
         home = importlib.import_module(module)
         # hdnn itself also offers names that `import *` leaves out, since they are imported late.
-        late = {n for n in dir(home) if n[0] != "_"} if module == "hdnn" else set()
+        late = (
+            {n for n in dir(home) if n[0] != "_"} if module == "hdnn" else set()
+        )
         for name in [*home.__all__, *sorted(late - {*home.__all__})]:
             thing = getattr(home, name)
             if not inspect.ismodule(thing) and id(thing) not in known:
@@ -54,5 +56,7 @@ def parameters(thing: Any) -> list[str]:
     if inspect.isclass(thing) and issubclass(thing, Exception):
         return []
     given = [*inspect.signature(thing).parameters.values()]
-    plain = (p for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    plain = (
+        p for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    )
     return [p.name for p in plain if not p.name.startswith("_")]

@@ -41,13 +41,17 @@ def started_alone(monkeypatch: Any) -> None:
 def files(folder: str = ".") -> dict[str, bytes]:
     """Every file below a folder, with what is in it."""
     return {
-        str(p): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()
+        str(p): p.read_bytes()
+        for p in sorted(Path(folder).rglob("*"))
+        if p.is_file()
     }
 
 
 def scalars(folder: str | Path) -> dict[str, list[tuple[int, float]]]:
     """The values that TensorBoard shows: by name, with their steps."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import (
+        EventAccumulator,
+    )
 
     events = EventAccumulator(str(folder), purge_orphaned_data=True)
     events.Reload()

@@ -13,7 +13,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-BUDGET = {"tokens of code": 162_400, "files": 92}
+BUDGET = {"tokens of code": 162_600, "files": 92}
 
 SOURCE = Path(__file__).parents[1] / "src" / "hdnn"
 LAYOUT = {
@@ -29,7 +29,11 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def docstrings(text: str) -> set[tuple[int, int]]:
     """Where the docstrings of a file begin."""
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, DOCUMENTED)]
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, DOCUMENTED)
+    ]
     first = [
         node.body[0]
         for node in nodes
@@ -43,7 +47,8 @@ def tokens(text: str) -> int:
     explained = docstrings(text)
     read = tokenize.generate_tokens(io.StringIO(text).readline)
     return sum(
-        token.type not in LAYOUT and token.start not in explained for token in read
+        token.type not in LAYOUT and token.start not in explained
+        for token in read
     )
 
 

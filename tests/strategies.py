@@ -26,7 +26,9 @@ class Random:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return torch.randn(
+            *shape, generator=self.generator, dtype=torch.float64
+        )
 
     def skew(self, *shape: int) -> Tensor:
         A = self(*shape, shape[-1])
@@ -43,7 +45,13 @@ def randomise(net: Network, normal: Random, scale: float) -> Network:
 
 
 def split_net(
-    kind: str, m: int, N: int, h: float, activation: str, normal: Random, **options
+    kind: str,
+    m: int,
+    N: int,
+    h: float,
+    activation: str,
+    normal: Random,
+    **options,
 ):
     """H2, Verlet or Yoshida with a random X, or an X a layer."""
     integrator = {

@@ -12,10 +12,22 @@ from hdnn import activations, functional, implicit
 from hdnn.activations import Activation
 from hdnn.errors import OptionError
 
-EIGHT = ("gelu", "identity", "relu", "sigmoid", "silu", "sin", "softplus", "tanh")
+EIGHT = (
+    "gelu",
+    "identity",
+    "relu",
+    "sigmoid",
+    "silu",
+    "sin",
+    "softplus",
+    "tanh",
+)
 ALL = pytest.mark.parametrize("name", EIGHT)
 GRID = torch.cat(
-    [torch.linspace(-50, 50, 20001, dtype=torch.float64), torch.zeros(1).double()]
+    [
+        torch.linspace(-50, 50, 20001, dtype=torch.float64),
+        torch.zeros(1).double(),
+    ]
 )
 
 
@@ -23,7 +35,9 @@ def arctan(name: str = "arctan") -> Activation:
     def integral(x):
         return x * torch.atan(x) - 0.5 * torch.log1p(x * x)
 
-    return Activation(name, torch.atan, lambda x: 1 / (1 + x * x), integral, 0.0, 1.0)
+    return Activation(
+        name, torch.atan, lambda x: 1 / (1 + x * x), integral, 0.0, 1.0
+    )
 
 
 @pytest.fixture
@@ -47,11 +61,15 @@ def test_slope_and_sigma_are_derivatives(name):
 
 
 @ALL
-def test_the_integral_is_zero_at_zero_and_can_be_differentiated_twice_there(name):
+def test_the_integral_is_zero_at_zero_and_can_be_differentiated_twice_there(
+    name,
+):
     sigma = activations.get(name)
     zero = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     assert abs(sigma.integral(zero).item()) < 1e-15
-    (first,) = torch.autograd.grad(sigma.integral(zero).sum(), zero, create_graph=True)
+    (first,) = torch.autograd.grad(
+        sigma.integral(zero).sum(), zero, create_graph=True
+    )
     if name not in ("relu", "identity"):
         (second,) = torch.autograd.grad(first.sum(), zero)
         torch.testing.assert_close(second, sigma.slope(zero))
@@ -130,7 +148,9 @@ def test_rows_can_have_activations_of_their_own():
     x = torch.randn(5, 3, dtype=torch.float64)
     expected = torch.cat([torch.tanh(x[:, :2]), x[:, 2:]], -1)
     torch.testing.assert_close(sigma(x), expected)
-    torch.testing.assert_close(activations.get(sigma.name).slope(x), sigma.slope(x))
+    torch.testing.assert_close(
+        activations.get(sigma.name).slope(x), sigma.slope(x)
+    )
     assert (sigma.s_min, sigma.S) == (0.0, 1.0)
     A = 0.3 * torch.randn(3, 2, dtype=torch.float64)
     start = torch.randn(4, 2, dtype=torch.float64)

@@ -17,7 +17,9 @@ import public
 
 NAMES = public.names()
 FLAGS = (
-    doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+    doctest.ELLIPSIS
+    | doctest.NORMALIZE_WHITESPACE
+    | doctest.IGNORE_EXCEPTION_DETAIL
 )
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples")
 
@@ -32,14 +34,17 @@ def sections(thing: Any) -> dict[str, str]:
 
 def test_no_module_that_hdnn_offers_is_forgotten():
     offered = {
-        name: getattr(hdnn, name) for name in dir(hdnn) if not name.startswith("_")
+        name: getattr(hdnn, name)
+        for name in dir(hdnn)
+        if not name.startswith("_")
     }
     known = {id(thing) for thing in NAMES.values()}
     for name, thing in offered.items():
         if inspect.ismodule(thing):
-            assert not hasattr(thing, "__all__") or thing.__name__ in public.MODULES, (
-                name
-            )
+            assert (
+                not hasattr(thing, "__all__")
+                or thing.__name__ in public.MODULES
+            ), name
         else:
             assert id(thing) in known, name
 
@@ -63,7 +68,9 @@ def test_errors_are_named(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_example_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     thing = NAMES[name]
@@ -71,5 +78,7 @@ def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         thing, name, module=False, globs={}
     )
     printed: list[str] = []
-    result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=printed.append)
+    result = doctest.DocTestRunner(optionflags=FLAGS).run(
+        test, out=printed.append
+    )
     assert result.failed == 0, "".join(printed)

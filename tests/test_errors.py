@@ -11,7 +11,9 @@ from hdnn.errors import HDNNError, MissingExtraError, OptionError
 def test_every_error_is_an_HDNNError_which_is_a_ValueError():
     for name in errors.__all__:
         kind = getattr(errors, name)
-        assert issubclass(kind, HDNNError if name.endswith("Error") else UserWarning)
+        assert issubclass(
+            kind, HDNNError if name.endswith("Error") else UserWarning
+        )
     assert issubclass(HDNNError, ValueError)
 
 
@@ -28,7 +30,9 @@ def test_a_count_is_a_whole_number_of_at_least_one(value):
     "value", [0.0, -1, float("nan"), float("inf"), "3", True, None]
 )
 def test_a_step_is_a_finite_number_above_zero(value):
-    with pytest.raises(OptionError, match="T must be a finite number > 0, but got"):
+    with pytest.raises(
+        OptionError, match="T must be a finite number > 0, but got"
+    ):
         errors.positive_float("T", value)
     assert errors.positive_float("T", 2) == 2.0
 

@@ -52,7 +52,9 @@ def test_uniform_weights_change_nothing(iris, early_stopping):
     X, y = iris
     options = {**QUICK, "early_stopping": early_stopping}
     plain = HDNNClassifier(**options).fit(X, y)
-    weighted = HDNNClassifier(**options).fit(X, y, sample_weight=np.full(len(y), 10.0))
+    weighted = HDNNClassifier(**options).fit(
+        X, y, sample_weight=np.full(len(y), 10.0)
+    )
     assert np.array_equal(plain.predict_proba(X), weighted.predict_proba(X))
 
 
@@ -64,7 +66,9 @@ def test_weight_zero_is_no_row_and_weight_two_is_a_row_twice():
     options = {**QUICK, "batch": 1000, "epochs": 60}
     weighted = HDNNRegressor(**options).fit(X, y, sample_weight=weight)
     repeated = HDNNRegressor(**options).fit(X[rows], y[rows])
-    np.testing.assert_allclose(weighted.predict(X), repeated.predict(X), rtol=1e-5)
+    np.testing.assert_allclose(
+        weighted.predict(X), repeated.predict(X), rtol=1e-5
+    )
 
 
 def test_class_weights_raise_the_rare_class():
@@ -77,7 +81,9 @@ def test_class_weights_raise_the_rare_class():
         assert model.predict(X).mean() > plain + 0.05
 
 
-@pytest.mark.parametrize("weight", [np.zeros(150), np.full(150, np.nan), -np.ones(150)])
+@pytest.mark.parametrize(
+    "weight", [np.zeros(150), np.full(150, np.nan), -np.ones(150)]
+)
 def test_impossible_weights_are_refused(iris, weight):
     with pytest.raises(ValueError, match=r"(?i)sample.weight|NaN"):
         HDNNClassifier(**QUICK).fit(*iris, sample_weight=weight)
@@ -115,7 +121,8 @@ def test_columns_are_named_by_name_position_or_mask():
     X, y = table()
     chosen = [["year"], [3], [False, False, False, True]]
     names = [
-        HDNNClassifier(categorical=c, **QUICK).fit(X, y).encoder_.names for c in chosen
+        HDNNClassifier(categorical=c, **QUICK).fit(X, y).encoder_.names
+        for c in chosen
     ]
     assert names[0] == names[1] == names[2]
     for wrong in (["yeer"], [9], "year"):
@@ -135,7 +142,12 @@ def test_frames_and_arrays_of_the_same_values_give_the_same_model(iris):
 
 
 def test_early_stopping_keeps_the_best_epoch(iris):
-    options = {**QUICK, "epochs": 200, "early_stopping": True, "n_iter_no_change": 5}
+    options = {
+        **QUICK,
+        "epochs": 200,
+        "early_stopping": True,
+        "n_iter_no_change": 5,
+    }
     model = HDNNClassifier(**options, validation_fraction=0.3).fit(*iris)
     history = model.history_
     assert history.best_epoch == np.argmin(history.validation_loss) + 1
@@ -146,7 +158,9 @@ def test_held_out_rows_choose_weak_shrinkage_for_circles(capsys):
     X, y = make_circles(400, noise=0.05, factor=0.5, random_state=0)
     HDNNClassifier(layers=4, epochs=30, random_state=0, verbose=True).fit(X, y)
     lines = [
-        line for line in capsys.readouterr().err.splitlines() if "held-out loss" in line
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "held-out loss" in line
     ]
     losses = [float(line.split()[-1]) for line in lines]
     assert min(losses[2:]) < losses[0]

@@ -18,7 +18,10 @@ FULL = torch.randn(3, 4, 4), torch.randn(3, 4)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: functional.h2(y, K, torch.randn(3, 2, 3), b, b, 0.1), "K has shape"),
+        (
+            lambda: functional.h2(y, K, torch.randn(3, 2, 3), b, b, 0.1),
+            "K has shape",
+        ),
         (
             lambda: functional.h2(y, K, torch.randn(2, 2, 2), b, b[:2], 0.1),
             "K has shape",
@@ -29,7 +32,10 @@ FULL = torch.randn(3, 4, 4), torch.randn(3, 4)
         (lambda: functional.h2(y.double(), K, K, b, b, 0.1), "float64"),
         (lambda: functional.h2(y.long(), K, K, b, b, 0.1), "floating-point"),
         (lambda: functional.h2([1.0, 2.0], K, K, b, b, 0.1), "list"),
-        (lambda: functional.h2(y, K, K, b, b, 0.1, X=torch.eye(3)), "X has shape"),
+        (
+            lambda: functional.h2(y, K, K, b, b, 0.1, X=torch.eye(3)),
+            "X has shape",
+        ),
         (lambda: functional.h1(y, *FULL, 0.1, J=torch.eye(3)), "J has shape"),
         (
             lambda: functional.h1(y[:, :3], FULL[0][:, :, :3], FULL[1], 0.1),
@@ -68,7 +74,9 @@ def test_options_that_are_not_known_are_refused():
 def test_a_step_a_layer_can_be_a_list_or_a_tensor_with_a_gradient():
     h = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
     by_tensor = functional.h2(y, K, K, b, b, h)
-    torch.testing.assert_close(functional.h2(y, K, K, b, b, [0.1, 0.2, 0.3]), by_tensor)
+    torch.testing.assert_close(
+        functional.h2(y, K, K, b, b, [0.1, 0.2, 0.3]), by_tensor
+    )
     (grad,) = torch.autograd.grad(by_tensor.sum(), h)
     assert grad.shape == (3,)
     assert bool((grad != 0).all())
@@ -100,7 +108,10 @@ def test_partial_H_is_the_gradient_of_the_energy():
     from hdnn import activations
 
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    W, c = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    W, c = (
+        torch.randn(6, 4, dtype=torch.float64),
+        torch.randn(6, dtype=torch.float64),
+    )
     (slope,) = torch.autograd.grad(functional.energy(x, W, c).sum(), x)
     exact = functional.partial_H(x, W, c, activations.get("tanh"))
     torch.testing.assert_close(exact, slope)

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 import hdnn
-from hdnn import Augment, LinearHead, Model, RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn import (
+    Augment,
+    LinearHead,
+    Model,
+    RegressionHead,
+    SigmoidHead,
+    SoftmaxHead,
+)
 from hdnn.errors import DataError, HDNNError, OptionError, ShapeError
 
 HEADS = {
@@ -40,7 +47,9 @@ def test_heads_are_affine_made_again_by_their_config_and_by_their_seed(name):
     twin = type(head)(**head.config())
     twin.load_state_dict(head.state_dict())
     assert torch.equal(twin(y), head(y))
-    wide = HEADS[name](generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wide = HEADS[name](
+        generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     assert torch.equal(wide.weight, head.weight.double())
     head.reset_parameters(torch.Generator().manual_seed(0))
     assert torch.equal(twin.weight, head.weight)
@@ -56,12 +65,17 @@ def test_losses_are_those_of_their_probabilities():
     expected = -head.probabilities(scores)[torch.arange(7), t].log().mean()
     torch.testing.assert_close(head.loss(scores, t), expected)
     torch.testing.assert_close(head.loss(scores, t.to(torch.uint8)), expected)
-    assert torch.equal(head.predict(scores), head.probabilities(scores).argmax(-1))
+    assert torch.equal(
+        head.predict(scores), head.probabilities(scores).argmax(-1)
+    )
     head, t = SigmoidHead(4), t % 2
-    expected = -head.probabilities(scores[:, :1])[torch.arange(7), t].log().mean()
+    expected = (
+        -head.probabilities(scores[:, :1])[torch.arange(7), t].log().mean()
+    )
     torch.testing.assert_close(head.loss(scores[:, :1], t), expected)
     assert torch.equal(
-        head.predict(scores[:, :1]), head.probabilities(scores[:, :1]).argmax(-1)
+        head.predict(scores[:, :1]),
+        head.probabilities(scores[:, :1]).argmax(-1),
     )
     assert (
         head.probabilities(torch.tensor([[60.0]]))[0, 0] > 0
@@ -75,7 +89,9 @@ def test_losses_are_those_of_their_probabilities():
 def test_a_model_is_head_after_net_after_augment(name):
     model = Model(Augment(2, 4), hdnn.H2(4, 3), HEADS[name]())
     x = torch.randn(5, 2)
-    torch.testing.assert_close(model(x), model.head(model.net(model.augment(x))))
+    torch.testing.assert_close(
+        model(x), model.head(model.net(model.augment(x)))
+    )
     torch.testing.assert_close(model.trajectory(x)[-1], model.features(x))
     assert Model(None, hdnn.H1(4, 2), HEADS[name]()).inputs == 4
     if name == "linear":
@@ -101,13 +117,27 @@ def test_a_model_is_head_after_net_after_augment(name):
         (lambda: Augment(2, 4, "last"), OptionError, "'last' is not known"),
         (lambda: Augment(2, 4, [1, 1]), ShapeError, "2 different positions"),
         (lambda: Augment(2, 4, [0, 4]), ShapeError, r"in 0 \.\. 3"),
-        (lambda: Augment(2, 4)(torch.zeros(5, 3)), ShapeError, r"\(\*batch, 2\)"),
+        (
+            lambda: Augment(2, 4)(torch.zeros(5, 3)),
+            ShapeError,
+            r"\(\*batch, 2\)",
+        ),
         (lambda: Augment(2, 4)([1.0, 2.0]), ShapeError, "torch.Tensor"),
         (lambda: SoftmaxHead(4, 1), DataError, "at least 2 classes"),
-        (lambda: LinearHead(4, 0), HDNNError, "outputs must be a whole number >= 1"),
-        (lambda: LinearHead(4, 2)(torch.zeros(5, 3)), ShapeError, r"\(\*batch, 4\)"),
         (
-            lambda: RegressionHead(4, 2).loss(torch.zeros(5, 2), torch.zeros(5)),
+            lambda: LinearHead(4, 0),
+            HDNNError,
+            "outputs must be a whole number >= 1",
+        ),
+        (
+            lambda: LinearHead(4, 2)(torch.zeros(5, 3)),
+            ShapeError,
+            r"\(\*batch, 4\)",
+        ),
+        (
+            lambda: RegressionHead(4, 2).loss(
+                torch.zeros(5, 2), torch.zeros(5)
+            ),
             DataError,
             r"shape \(5,\), but \(5, 2\)",
         ),
@@ -116,7 +146,11 @@ def test_a_model_is_head_after_net_after_augment(name):
             DataError,
             "whole numbers",
         ),
-        (lambda: SoftmaxHead(4, 2).loss(torch.zeros(5, 2), [0] * 5), DataError, "list"),
+        (
+            lambda: SoftmaxHead(4, 2).loss(torch.zeros(5, 2), [0] * 5),
+            DataError,
+            "list",
+        ),
         (
             lambda: Model(None, nn.Linear(4, 4), LinearHead(4, 1)),
             OptionError,

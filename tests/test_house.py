@@ -9,7 +9,9 @@ from pathlib import Path
 from house import imports, modules
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(
+    tree: ast.AST,
+) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
@@ -20,7 +22,9 @@ def test_no_modules_import_each_other_in_a_circle():
     left = {name: {*imports(tree)} - {name} for name, tree in modules().items()}
     # A package names what its modules hold, and they may name the package: `hdnn` itself alone.
     left.pop("hdnn")
-    while free := [name for name, needed in left.items() if not needed & left.keys()]:
+    while free := [
+        name for name, needed in left.items() if not needed & left.keys()
+    ]:
         for name in free:
             del left[name]
     assert not left, f"in circles, or behind one: {sorted(left)}"
@@ -35,7 +39,8 @@ def test_every_test_asserts_something():
         silent += [
             f"{file.name}::{function.name}"
             for function in functions(tree)
-            if function.name.startswith("test_") and not asserts(function, helpers)
+            if function.name.startswith("test_")
+            and not asserts(function, helpers)
         ]
     assert silent == []
 
@@ -53,10 +58,15 @@ def asserts(function: ast.AST, helpers: set[str]) -> bool:
                 or last.startswith(("assert_", "check"))
             ):
                 return True
-            if any(keyword.arg == "check" for keyword in node.keywords):  # of a process
+            if any(
+                keyword.arg == "check" for keyword in node.keywords
+            ):  # of a process
                 return True
     return False
 
 
 CHECKING = {"raises", "warns", "fail", "gradcheck", "gradgradcheck", "opcheck"}
-CHECKING |= {"run_node", "wait_for_text"}  # which fail if it does not come to that
+CHECKING |= {
+    "run_node",
+    "wait_for_text",
+}  # which fail if it does not come to that

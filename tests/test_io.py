@@ -48,10 +48,14 @@ def networks(draw):
         options["learn_step"] = draw(st.booleans())
         options["step"] = 0.1 / 3
     if kind in ("H1", "midpoint"):
-        J = draw(st.sampled_from([None, normal.skew(2 * m), normal.skew(N, 2 * m)]))
+        J = draw(
+            st.sampled_from([None, normal.skew(2 * m), normal.skew(N, 2 * m)])
+        )
         options |= {"J": J, "learn_J": draw(st.booleans())}
     elif kind != "MLP":
-        options |= {"X": draw(st.sampled_from([None, normal(m, m), normal(N, m, m)]))}
+        options |= {
+            "X": draw(st.sampled_from([None, normal(m, m), normal(N, m, m)]))
+        }
     if kind in ("verlet", "midpoint"):
         return hdnn.HamiltonianNet(2 * m, N, kind, **options)
     return getattr(hdnn, kind)(2 * m, N, **options)
@@ -75,7 +79,9 @@ def assert_same(a, b):
 def small_model(seed=0, dtype=torch.float32, head=None):
     options = {"generator": torch.Generator().manual_seed(seed), "dtype": dtype}
     head = head or hdnn.SoftmaxHead(4, 3, **options)
-    return Model(augment=Augment(2, 4, [3, 0]), net=hdnn.H2(4, 2, **options), head=head)
+    return Model(
+        augment=Augment(2, 4, [3, 0]), net=hdnn.H2(4, 2, **options), head=head
+    )
 
 
 @pytest.fixture
@@ -148,14 +154,18 @@ def test_a_description_inside_another_file_builds_the_same_kind_of_network():
 
 def test_a_note_stands_beside_the_model(tmp_path):
     io.save(hdnn.H2(4, 2), tmp_path / "net", note={"columns": ["a", "b"]})
-    assert io.load_tensors(tmp_path / "net")[1]["note"] == {"columns": ["a", "b"]}
+    assert io.load_tensors(tmp_path / "net")[1]["note"] == {
+        "columns": ["a", "b"]
+    }
 
 
 class H2(hdnn.H2):
     """A class of a user, with the name of one of hdnn."""
 
 
-@pytest.mark.parametrize("module", [H2(4, 2), torch.nn.Linear(2, 2), torch.nn.ReLU()])
+@pytest.mark.parametrize(
+    "module", [H2(4, 2), torch.nn.Linear(2, 2), torch.nn.ReLU()]
+)
 def test_other_classes_are_refused_before_anything_is_written(tmp_path, module):
     with pytest.raises(CheckpointError, match=r"save its state_dict\(\)"):
         io.save(module, tmp_path / "m")
@@ -257,7 +267,9 @@ def test_a_file_that_does_not_exist_is_named(tmp_path):
 # Tensors, JSON and plain files
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES, torch.int64, torch.bool, torch.uint8]
+)
 def test_tensors_and_metadata_come_back(tmp_path, dtype):
     tensors = {
         "a": torch.arange(6).to(dtype).reshape(2, 3).T,
@@ -266,7 +278,9 @@ def test_tensors_and_metadata_come_back(tmp_path, dtype):
     io.save_tensors(tmp_path / "t", tensors, {"epoch": 3, "loss": [0.5, None]})
     again, metadata = io.load_tensors(tmp_path / "t")
     assert metadata == {"epoch": 3, "loss": [0.5, None]}
-    assert all(torch.equal(again[name], value) for name, value in tensors.items())
+    assert all(
+        torch.equal(again[name], value) for name, value in tensors.items()
+    )
     with safe_open(tmp_path / "t", framework="pt") as file:
         assert json.loads(file.metadata()["hdnn"])["metadata"]["epoch"] == 3
 
@@ -281,7 +295,9 @@ def test_loaded_tensors_do_not_change_with_the_file(tmp_path):
 
 
 def test_json_comes_back_with_null_for_what_is_not_finite(tmp_path):
-    io.write_json(tmp_path / "j", {"a": [1, float("nan")], "b": {"c": float("inf")}})
+    io.write_json(
+        tmp_path / "j", {"a": [1, float("nan")], "b": {"c": float("inf")}}
+    )
     assert io.read_json(tmp_path / "j") == {"a": [1, None], "b": {"c": None}}
 
 
@@ -303,7 +319,9 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(
         raise OSError(28, "No space left on device")
 
     target = os if function == "fsync" else type(path)
-    monkeypatch.setattr(target, "fsync" if function == "fsync" else "replace", fail)
+    monkeypatch.setattr(
+        target, "fsync" if function == "fsync" else "replace", fail
+    )
     with pytest.raises(CheckpointError, match="No space left on device"):
         io.write_atomically(path, b"new")
     monkeypatch.undo()
@@ -322,7 +340,9 @@ def test_a_link_stays_a_link_and_a_folder_is_not_replaced(tmp_path):
 
 
 def test_a_lock_keeps_other_processes_out_until_it_ends(tmp_path):
-    program = f"from hdnn import io\nwith io.lock({str(tmp_path)!r}): print('inside')"
+    program = (
+        f"from hdnn import io\nwith io.lock({str(tmp_path)!r}): print('inside')"
+    )
     run = [sys.executable, "-c", program]
     with io.lock(tmp_path):
         refused = subprocess.run(run, capture_output=True, text=True)

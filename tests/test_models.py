@@ -12,7 +12,9 @@ from hdnn.errors import HDNNError, ShapeError
 MODELS = {
     "mnist_net": lambda **o: models.mnist_net("h2", 2, size=6, **o),
     "mnist_linear": lambda **o: models.mnist_net(None, size=6, **o),
-    "hdnn_star_h1": lambda **o: models.hdnn_star("h1", [3, 1], (4, 8), size=8, **o),
+    "hdnn_star_h1": lambda **o: models.hdnn_star(
+        "h1", [3, 1], (4, 8), size=8, **o
+    ),
     "hdnn_star_h2": lambda **o: models.hdnn_star(
         "h2",
         2,
@@ -31,13 +33,16 @@ MODELS = {
 def images(name, dtype=torch.float32, batch=3):
     size, channels = (6, 1) if name.startswith("mnist") else (8, 3)
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, channels, size, size, generator=generator, dtype=dtype)
+    return torch.randn(
+        batch, channels, size, size, generator=generator, dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_made_again_by_its_config_and_repeats_for_a_seed(name):
     first, second = (
-        MODELS[name](generator=torch.Generator().manual_seed(1)) for _ in range(2)
+        MODELS[name](generator=torch.Generator().manual_seed(1))
+        for _ in range(2)
     )
     x = images(name)
     assert torch.equal(first.eval()(x), second.eval()(x))
@@ -73,7 +78,10 @@ def test_layers_are_left_out_while_training_only(make):
 
 def test_later_layers_are_left_out_more_often():
     units = models.hdnn_star("h1", (3, 1), (4, 6), size=8, drop=0.4).units
-    assert [unit.drop for unit in units] == [(0.1, 0.2, pytest.approx(0.3)), (0.4,)]
+    assert [unit.drop for unit in units] == [
+        (0.1, 0.2, pytest.approx(0.3)),
+        (0.4,),
+    ]
     blocks = models.resnet56(depth=8, drop=0.3).blocks
     assert [block.drop for block in blocks] == pytest.approx([0.1, 0.2, 0.3])
 
@@ -93,7 +101,9 @@ def test_the_mnist_net_mixes_the_channels_of_each_pixel():
 
 
 def test_hdnn_star_pools_and_pads_between_its_units():
-    model = models.hdnn_star(layers=1, channels=(4, 8), size=8, dtype=torch.float64)
+    model = models.hdnn_star(
+        layers=1, channels=(4, 8), size=8, dtype=torch.float64
+    )
     x = images("star", torch.float64)
     first, second = model.units
     before = F.avg_pool2d(first(model.stem(x)), 2)
@@ -105,10 +115,14 @@ def test_hdnn_star_pools_and_pads_between_its_units():
     model.pool, model.padding = "mean", "halves"
     p, q = before.chunk(2, 1)
     y = second(torch.cat([p, torch.zeros_like(p), q, torch.zeros_like(q)], 1))
-    torch.testing.assert_close(model.features(x), F.avg_pool2d(y, 2).mean((2, 3)))
+    torch.testing.assert_close(
+        model.features(x), F.avg_pool2d(y, 2).mean((2, 3))
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)
 def test_hdnn_star_compiles_into_one_graph():
     torch._dynamo.reset()
     model = models.hdnn_star("h2", 1, (4, 8), size=8, dtype=torch.float64)
@@ -124,7 +138,10 @@ def test_hdnn_star_compiles_into_one_graph():
         (lambda: models.mnist_net("h1", -1), "layers"),
         (lambda: models.hdnn_star(channels=(8, 4)), "must grow"),
         (lambda: models.hdnn_star(size=20), "halved 3 times"),
-        (lambda: models.hdnn_star(layers=(6, 6)), "layers has 2 entries for 3 units"),
+        (
+            lambda: models.hdnn_star(layers=(6, 6)),
+            "layers has 2 entries for 3 units",
+        ),
         (
             lambda: models.hdnn_star(layers=(6, 0, 6)),
             "layers must be a whole number >= 1",

@@ -130,8 +130,13 @@ def test_import_loads_no_optional_dependency_and_nothing_that_few_programs_need(
 
 def test_every_module_imports_without_any_extra():
     # All but the files of a package that is not there without scikit-learn.
-    wanted = {name for name in modules() if not name.startswith("hdnn.estimators.")}
-    assert set(run_python("-c", IMPORT_EVERYTHING_WITHOUT_EXTRAS).split()) == wanted
+    wanted = {
+        name for name in modules() if not name.startswith("hdnn.estimators.")
+    }
+    assert (
+        set(run_python("-c", IMPORT_EVERYTHING_WITHOUT_EXTRAS).split())
+        == wanted
+    )
 
 
 def test_all_extra_holds_every_extra_but_those_for_developers():
@@ -147,7 +152,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the source distribution."""
     folder = tmp_path_factory.mktemp("dist")
     run_python(
-        "-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(folder)
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel",
+        "-t",
+        "sdist",
+        "-d",
+        str(folder),
     )
     return folder
 
@@ -165,7 +178,9 @@ def source_files() -> set[str]:
 def test_wheel_holds_the_package_and_nothing_else(built: Path):
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        names = {
+            name for name in archive.namelist() if ".dist-info/" not in name
+        }
     assert "hdnn/py.typed" in names
     assert names == source_files()
 
@@ -174,7 +189,9 @@ def test_wheel_is_small_and_holds_nothing_that_was_generated(built: Path):
     (wheel,) = built.glob("*.whl")
     assert wheel.stat().st_size <= 1_000_000
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        names = [
+            name for name in archive.namelist() if ".dist-info/" not in name
+        ]
     written = {
         ".css",
         ".html",
@@ -198,9 +215,15 @@ def test_wheel_holds_all_that_the_playground_is_made_of(built: Path):
             if name.startswith("hdnn/app/playground/")
         }
     play = SOURCE / "app" / "playground"
-    needed = [file for kind in ("*.js", "*.css", "*.html") for file in play.rglob(kind)]
+    needed = [
+        file
+        for kind in ("*.js", "*.css", "*.html")
+        for file in play.rglob(kind)
+    ]
     assert len(needed) >= 5
-    assert {file.relative_to(SOURCE.parent).as_posix() for file in needed} <= inside
+    assert {
+        file.relative_to(SOURCE.parent).as_posix() for file in needed
+    } <= inside
 
 
 def test_sdist_holds_the_source_and_its_papers(built: Path):
@@ -208,7 +231,9 @@ def test_sdist_holds_the_source_and_its_papers(built: Path):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     papers = {name for name in names if not name.startswith("src/")}
-    assert {name.removeprefix("src/") for name in names - papers} == source_files()
+    assert {
+        name.removeprefix("src/") for name in names - papers
+    } == source_files()
     assert papers == {
         ".gitignore",
         "CHANGELOG.md",

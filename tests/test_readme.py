@@ -25,7 +25,9 @@ BUILT = {"changelog.md", "contributing.md", "playground.html"}
 
 def examples(page: Path) -> list[str]:
     return re.findall(
-        r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
+        r"^```python\n(.*?)^```",
+        page.read_text("utf-8"),
+        re.DOTALL | re.MULTILINE,
     )
 
 
@@ -37,7 +39,9 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run_and_print_what_they_say(name, tmp_path, monkeypatch, capsys):
+def test_examples_run_and_print_what_they_say(
+    name, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     example, names = EXAMPLES[name], {}
     exec(compile(example, name, "exec"), names)
@@ -64,7 +68,8 @@ def test_no_example_is_written_so_that_it_would_not_be_run(page: Path):
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
     assert all(
-        len(example.splitlines()) <= 12 for example in examples(ROOT / "README.md")
+        len(example.splitlines()) <= 12
+        for example in examples(ROOT / "README.md")
     )
 
 
@@ -85,9 +90,15 @@ def test_pictures_and_pages_exist(page):
 def test_all_results_are_listed_with_their_commands():
     text = (DOCS / "results" / "index.md").read_text("utf-8")
     listed = re.findall(
-        r"^\| \[.*?\]\((.*?)\) \| `(?:hdnn|python) .*?` \| \S", text, re.MULTILINE
+        r"^\| \[.*?\]\((.*?)\) \| `(?:hdnn|python) .*?` \| \S",
+        text,
+        re.MULTILINE,
     )
-    pages = [page.name for page in DOCS.glob("results/*.md") if page.name != "index.md"]
+    pages = [
+        page.name
+        for page in DOCS.glob("results/*.md")
+        if page.name != "index.md"
+    ]
     assert sorted(listed) == sorted(pages)
 
 

@@ -25,7 +25,9 @@ def forces(scheme, generator, rows=4):
     rows = size if scheme is schemes.PERCEPTRON else rows
     K, V = torch.randn(2, N, rows, size, **like)
     b = torch.randn(N, rows, **like)
-    return (Force(K, b, V), Force(V, -b)) if scheme.halves else (Force(K, b, V),)
+    return (
+        (Force(K, b, V), Force(V, -b)) if scheme.halves else (Force(K, b, V),)
+    )
 
 
 @pytest.fixture
@@ -55,7 +57,11 @@ def test_semi_implicit_euler_moves_p_first_then_q_from_the_new_p(generator, y):
     force_p = Force(K_p[None], b[None], (K_p @ X.T)[None])
     force_q = Force(K_q[None], b[None], (K_q @ X)[None])
     end = schemes.run(
-        schemes.SEMI_IMPLICIT_EULER, y, (force_p, force_q), 0.3, activations.get("tanh")
+        schemes.SEMI_IMPLICIT_EULER,
+        y,
+        (force_p, force_q),
+        0.3,
+        activations.get("tanh"),
     )
     torch.testing.assert_close(end, torch.cat([p, q], -1))
 
@@ -64,16 +70,25 @@ def test_forward_euler_adds_h_times_the_force(generator, y):
     (force,) = forces(schemes.FORWARD_EULER, generator)
     K, b, V = (t[0] for t in force)
     end = schemes.run(
-        schemes.FORWARD_EULER, y, (force,), H, activations.get("tanh"), trajectory=True
+        schemes.FORWARD_EULER,
+        y,
+        (force,),
+        H,
+        activations.get("tanh"),
+        trajectory=True,
     )
     torch.testing.assert_close(end[1], y + H[0] * torch.tanh(y @ K.T + b) @ V)
 
 
 @pytest.mark.parametrize("scheme", EXPLICIT, ids=lambda s: s.name)
-def test_the_inverse_takes_the_last_state_back_to_the_first(scheme, generator, y):
+def test_the_inverse_takes_the_last_state_back_to_the_first(
+    scheme, generator, y
+):
     given = scheme, forces(scheme, generator), H, activations.get("sin")
     states = schemes.run(given[0], y, *given[1:], trajectory=True)
-    back = schemes.run(given[0], states[-1], *given[1:], inverse=True, trajectory=True)
+    back = schemes.run(
+        given[0], states[-1], *given[1:], inverse=True, trajectory=True
+    )
     torch.testing.assert_close(back, states, rtol=0, atol=1e-12)
     torch.testing.assert_close(schemes.run(given[0], y, *given[1:]), states[-1])
 
@@ -84,7 +99,9 @@ def test_the_inverse_takes_the_last_state_back_to_the_first(scheme, generator, y
     ids=lambda s: s.name,
 )
 @pytest.mark.parametrize("rows", [2, 9])
-def test_jacobians_of_all_layers_are_those_of_autograd(scheme, rows, generator, y):
+def test_jacobians_of_all_layers_are_those_of_autograd(
+    scheme, rows, generator, y
+):
     stack, sigma = forces(scheme, generator, rows), activations.get("silu")
     states = schemes.run(scheme, y, stack, H, sigma, trajectory=True)
     M = schemes.jacobians(scheme, states, stack, H, sigma)
@@ -94,11 +111,14 @@ def test_jacobians_of_all_layers_are_those_of_autograd(scheme, rows, generator, 
             for force in stack
         ]
         exact = jacobian(
-            lambda x, one=one, j=j: schemes.run(scheme, x, one, H[j], sigma), states[j]
+            lambda x, one=one, j=j: schemes.run(scheme, x, one, H[j], sigma),
+            states[j],
         )
         torch.testing.assert_close(M[j], exact, rtol=0, atol=1e-12)
     if scheme.halves:
-        undone = schemes.jacobians(scheme, states, stack, H, sigma, inverse=True)
+        undone = schemes.jacobians(
+            scheme, states, stack, H, sigma, inverse=True
+        )
         eye = torch.eye(n, dtype=M.dtype).expand_as(M)
         torch.testing.assert_close(undone @ M, eye, rtol=0, atol=1e-10)
 

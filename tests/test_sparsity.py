@@ -26,7 +26,10 @@ def pattern(
     seed: int, M: int, density: float, *, symmetric: bool = False
 ) -> torch.Tensor:
     """Random, with ones on the diagonal."""
-    free = torch.rand(M, M, generator=torch.Generator().manual_seed(seed)) < density
+    free = (
+        torch.rand(M, M, generator=torch.Generator().manual_seed(seed))
+        < density
+    )
     free = free | torch.eye(M, dtype=torch.bool)
     return free | free.mT if symmetric else free
 
@@ -48,7 +51,9 @@ def product(*patterns: torch.Tensor) -> torch.Tensor:
 
 
 OPTIMISERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, weight_decay=0.1
+    ),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
 }
 
@@ -56,7 +61,9 @@ OPTIMISERS = {
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("kind", ["H1", "H2", "ImplicitH2"])
 def test_no_optimiser_moves_a_masked_entry(kind, optimiser):
-    net = getattr(hdnn, kind)(8, 3, sparsity=Sparsity(ring(4)), step=0.1, dtype=F64)
+    net = getattr(hdnn, kind)(
+        8, 3, sparsity=Sparsity(ring(4)), step=0.1, dtype=F64
+    )
     names = [name for name in net.weights() if name.startswith("K")]
     before = {name: net.weight(name).detach().clone() for name in names}
     steps = OPTIMISERS[optimiser](list(net.parameters()))
@@ -72,7 +79,9 @@ def test_no_optimiser_moves_a_masked_entry(kind, optimiser):
 
 
 @given(SEEDS, st.integers(1, 4), st.integers(1, 3))
-def test_a_sparse_network_equals_the_dense_one_with_the_same_weights(seed, M, size):
+def test_a_sparse_network_equals_the_dense_one_with_the_same_weights(
+    seed, M, size
+):
     n = 2 * M * size
     sparse = hdnn.H2(n, 3, sparsity=pattern(seed, M, 0.4), dtype=F64)
     dense = hdnn.H2(n, 3, dtype=F64)
@@ -107,12 +116,18 @@ def test_one_layer_sees_no_further_than_the_dependency_says():
         ({"R": [[1, 2], [1, 1]]}, "R must hold 0 and 1 only"),
         ({"R": [1, 1]}, r"R must be \(M, M\)"),
         ({"R": "ring"}, "R must be an"),
-        ({"R": torch.eye(2), "T": torch.eye(3)}, "T is for 3 nodes, but R is for 2"),
+        (
+            {"R": torch.eye(2), "T": torch.eye(3)},
+            "T is for 3 nodes, but R is for 2",
+        ),
         ({"R": torch.eye(2), "T": [[1, 1], [0, 1]]}, "T must be symmetric"),
         ({"R": torch.eye(2), "sizes": [1]}, "sizes must be 2 whole numbers"),
         ({"R": torch.eye(2), "sizes": [1, 0]}, "the size of a node"),
         ({"R": ring(5), "T": torch.eye(5), "S": ring(5)}, "0 -> 2"),
-        ({"R": torch.ones(2, 3, 3), "S": torch.ones(3, 3, 3)}, "S is for 3 layers"),
+        (
+            {"R": torch.ones(2, 3, 3), "S": torch.ones(3, 3, 3)},
+            "S is for 3 layers",
+        ),
     ],
 )
 def test_patterns_that_do_not_fit_are_sentences(arguments, message):
@@ -128,7 +143,9 @@ def test_features_that_nodes_cannot_share_are_a_sentence():
 
 
 def test_a_mask_has_a_block_for_each_pair_of_nodes():
-    mask = sparsity.mask(torch.tensor([[1, 0], [1, 1]]), rows=[1, 2], columns=[2, 1])
+    mask = sparsity.mask(
+        torch.tensor([[1, 0], [1, 1]]), rows=[1, 2], columns=[2, 1]
+    )
     assert mask.int().tolist() == [[1, 1, 0], [1, 1, 1], [1, 1, 1]]
 
 
@@ -169,7 +186,10 @@ def test_an_explanation_reads_like_a_sentence():
     R = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 1]])
     T = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 1]])
     lines = str(sparsity.explain(T, R, torch.eye(3))).splitlines()
-    assert "node 0 needs node 1 forward and backward: row 0 of R has 0 and 1" in lines
+    assert (
+        "node 0 needs node 1 forward and backward: row 0 of R has 0 and 1"
+        in lines
+    )
     assert (
         "node 2 needs node 1 forward: T links 2 and 0, and row 0 of R has 0 and 1"
         in lines
@@ -240,8 +260,14 @@ def test_a_networkx_graph_gives_patterns_and_sizes():
     assert one_way.S.int().tolist() == [[1, 1, 0], [1, 1, 0], [0, 1, 1]]
     assert not bool(one_way.R[2, 1])  # gradients could not go back
     networkx.set_node_attributes(graph, 2, "size")
-    assert sparsity.from_networkx(graph, size="size", keep="T").sizes == (2, 2, 2)
-    with pytest.raises(OptionError, match="not all nodes have an attribute 'weight'"):
+    assert sparsity.from_networkx(graph, size="size", keep="T").sizes == (
+        2,
+        2,
+        2,
+    )
+    with pytest.raises(
+        OptionError, match="not all nodes have an attribute 'weight'"
+    ):
         sparsity.from_networkx(graph, size="weight")
 
 

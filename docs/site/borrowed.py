@@ -28,7 +28,9 @@ LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\(([^()\s]+)\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).parent
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, abs_src_path=str(root / source)))
+        files.append(
+            File.generated(config, page, abs_src_path=str(root / source))
+        )
     files.append(File.generated(config, "playground.html", content=play.page()))
     return files
 
@@ -42,7 +44,9 @@ def on_page_markdown(
     root = Path(config.config_file_path).parent
     if page.file.src_uri == "play.md":
         markdown += FRAME
-    return LINK.sub(lambda link: moved(link, here, page.file.src_uri, root), markdown)
+    return LINK.sub(
+        lambda link: moved(link, here, page.file.src_uri, root), markdown
+    )
 
 
 def moved(link: re.Match[str], here: str, page: str, root: Path) -> str:

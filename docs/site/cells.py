@@ -59,16 +59,22 @@ def run(page: Path, folder: Path) -> int:
     ran: list[dict[str, object]] = []
     report: dict[str, object] = {"cells": ran}
     status = 0
-    for number, cell in enumerate(cells(page.read_text(encoding="utf-8")), start=1):
+    for number, cell in enumerate(
+        cells(page.read_text(encoding="utf-8")), start=1
+    ):
         printed: list[str] = []
         try:
             with _heard(printed):
                 # Padded so that lines are counted as in the page.
                 exec(
-                    compile("\n" * (cell.line - 1) + cell.code, str(page), "exec"),
+                    compile(
+                        "\n" * (cell.line - 1) + cell.code, str(page), "exec"
+                    ),
                     vars(space),
                 )
-            ran.append({"printed": printed[0], "figures": _figures(folder, number)})
+            ran.append(
+                {"printed": printed[0], "figures": _figures(folder, number)}
+            )
         except (Exception, SystemExit) as error:
             report["error"] = _told(error, page, number, cell.line)
             traceback.print_exc()
@@ -116,8 +122,14 @@ def _figures(folder: Path, number: int) -> list[dict[str, str]]:
 
 
 def _alt(figure, otherwise: str) -> str:
-    titles = [figure.get_suptitle(), *(axes.get_title() for axes in figure.axes)]
-    return "; ".join(dict.fromkeys(title for title in titles if title)) or otherwise
+    titles = [
+        figure.get_suptitle(),
+        *(axes.get_title() for axes in figure.axes),
+    ]
+    return (
+        "; ".join(dict.fromkeys(title for title in titles if title))
+        or otherwise
+    )
 
 
 def _told(error: BaseException, page: Path, number: int, first: int) -> str:
@@ -127,7 +139,9 @@ def _told(error: BaseException, page: Path, number: int, first: int) -> str:
         if frame.filename == str(page):
             line = frame.lineno
             break
-    what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    what = (
+        "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    )
     return f"cell {number}, line {line or first}: {what}"
 
 

@@ -35,7 +35,9 @@ class Docstrings(griffe.Extension):
             for (
                 name,
                 home,
-            ) in errors().items():  # a section Raises names what need not be imported
+            ) in (
+                errors().items()
+            ):  # a section Raises names what need not be imported
                 if name not in obj.members:
                     obj.set_member(name, griffe.Alias(name, home))
         if obj.docstring:
@@ -76,7 +78,9 @@ def parameters(cls: type) -> griffe.Parameters:
     """What a class takes, with each of the options that networks share."""
     shown = []
     for given in inspect.signature(cls).parameters.values():
-        if given.kind is given.VAR_KEYWORD and "Unpack[" in _text(given.annotation):
+        if given.kind is given.VAR_KEYWORD and "Unpack[" in _text(
+            given.annotation
+        ):
             shown += _options(cls, given.name)
             continue
         shown.append(
@@ -86,7 +90,9 @@ def parameters(cls: type) -> griffe.Parameters:
                 if given.annotation is given.empty
                 else _text(given.annotation),
                 kind=griffe.ParameterKind[given.kind.name.lower()],
-                default=None if given.default is given.empty else repr(given.default),
+                default=None
+                if given.default is given.empty
+                else repr(given.default),
             )
         )
     return griffe.Parameters(*shown)
@@ -131,6 +137,8 @@ def linked(text: str, own: str) -> str:
 
     lines = text.split("\n")
     return "\n".join(
-        line if line.lstrip().startswith((">>>", "...")) else NAME.sub(link, line)
+        line
+        if line.lstrip().startswith((">>>", "..."))
+        else NAME.sub(link, line)
         for line in lines
     )

@@ -39,10 +39,16 @@ KNOWN = {
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
     where = page.file.src_uri
-    html = INLINE.sub(lambda found: mathml(found[1], where, display="inline"), html)
-    html = DISPLAY.sub(lambda found: mathml(found[1], where, display="block"), html)
+    html = INLINE.sub(
+        lambda found: mathml(found[1], where, display="inline"), html
+    )
+    html = DISPLAY.sub(
+        lambda found: mathml(found[1], where, display="block"), html
+    )
     if 'class="arithmatex"' in html:
-        raise PluginError(f"{where}: a formula is left that this page could not read.")
+        raise PluginError(
+            f"{where}: a formula is left that this page could not read."
+        )
     return html
 
 
@@ -55,19 +61,27 @@ def mathml(formula: str, where: str, *, display: str) -> str:
     try:
         made = convert(latex, display=display)
     except Exception as error:
-        raise PluginError(f"{where}: ${latex}$ is no formula: {error!r}") from error
+        raise PluginError(
+            f"{where}: ${latex}$ is no formula: {error!r}"
+        ) from error
     # A command that is not known comes out as it went in.
     if unknown := re.search(r"\\\w+", unescape(made)):
         raise PluginError(f"{where}: {unknown[0]} in ${latex}$ is not known.")
     for environment in re.findall(r"\\begin\{(.*?)\}", latex):
         if environment not in KNOWN:
-            raise PluginError(f"{where}: {environment} in ${latex}$ is not known.")
+            raise PluginError(
+                f"{where}: {environment} in ${latex}$ is not known."
+            )
     try:
         parts = [*ElementTree.fromstring(made).iter()]
     except ElementTree.ParseError as error:
-        raise PluginError(f"{where}: ${latex}$ is no formula: {error}") from error
+        raise PluginError(
+            f"{where}: ${latex}$ is no formula: {error}"
+        ) from error
     for part in parts:
         name = part.tag.rpartition("}")[2]
         if len(part) != PARTS.get(name, len(part)):
-            raise PluginError(f"{where}: a part of a {name} in ${latex}$ is missing.")
+            raise PluginError(
+                f"{where}: a part of a {name} in ${latex}$ is missing."
+            )
     return f'<span class="formula formula-{display}">{made}</span>'

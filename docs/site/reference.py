@@ -63,13 +63,21 @@ def on_page_markdown(
             for group, names in sorted(groups.items())
         ]
         return "\n".join(
-            [markdown.rstrip(), "", "| Page | Names |", "| --- | --- |", *rows, ""]
+            [
+                markdown.rstrip(),
+                "",
+                "| Page | Names |",
+                "| --- | --- |",
+                *rows,
+                "",
+            ]
         )
     page.meta["title"] = (
         f"API: {page.title}"  # there is a page on errors, and one of errors
     )
     sections = [
-        f"::: {name}\n    options:\n      heading_level: 2\n" for name in groups[group]
+        f"::: {name}\n    options:\n      heading_level: 2\n"
+        for name in groups[group]
     ]
     return "\n\n".join([markdown.rstrip(), *sections])
 

@@ -22,7 +22,9 @@ def expanded(nav: list[Any], docs: Path) -> list[Any]:
             return [{title: walk_all(below) for title, below in entry.items()}]
         if "*" not in entry:
             return [entry]
-        found = sorted(path.relative_to(docs).as_posix() for path in docs.glob(entry))
+        found = sorted(
+            path.relative_to(docs).as_posix() for path in docs.glob(entry)
+        )
         return [page for page in found if page not in named]
 
     def walk_all(below: Any) -> Any:

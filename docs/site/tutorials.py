@@ -57,7 +57,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     _running.clear()
     for file in files.documentation_pages():
         if file.src_uri.startswith(FOLDER):
-            _running[file.src_uri] = pool.submit(run, Path(file.abs_src_path or ""))
+            _running[file.src_uri] = pool.submit(
+                run, Path(file.abs_src_path or "")
+            )
     pool.shutdown(wait=False)
     return files
 
@@ -82,7 +84,10 @@ def on_build_error(error: Exception, **_: object) -> None:
 
 def run(page: Path, limit: float = LIMIT, patience: float = PATIENCE) -> Ran:
     """Run the cells of a page, or raise an error that names the page, the cell and the line."""
-    with tempfile.TemporaryDirectory() as work, tempfile.TemporaryDirectory() as kept:
+    with (
+        tempfile.TemporaryDirectory() as work,
+        tempfile.TemporaryDirectory() as kept,
+    ):
         began = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), str(page), kept],
@@ -116,7 +121,8 @@ def run(page: Path, limit: float = LIMIT, patience: float = PATIENCE) -> Ran:
                 f"{page}: it takes {took:.0f} s to run, more than {limit:.0f}."
             )
         pictures = {
-            path.name: path.read_bytes() for path in sorted(Path(kept).glob("*.png"))
+            path.name: path.read_bytes()
+            for path in sorted(Path(kept).glob("*.png"))
         }
         return Ran(ran["cells"], pictures, seconds)
 
@@ -131,11 +137,21 @@ def shown(markdown: str, ran: Ran, stem: str) -> str:
             ticks = "`" * max(
                 3, *(1 + len(run) for run in re.findall("`+", printed)), 3
             )
-            parts.append(f"\n\n{ticks} {{ .text .printed }}\n{printed}\n{ticks}\n")
+            parts.append(
+                f"\n\n{ticks} {{ .text .printed }}\n{printed}\n{ticks}\n"
+            )
         for figure in found["figures"]:
-            alt = figure["alt"].replace("[", "(").replace("]", ")").replace("\n", " ")
+            alt = (
+                figure["alt"]
+                .replace("[", "(")
+                .replace("]", ")")
+                .replace("\n", " ")
+            )
             parts.append(f"\n\n![{alt}]({stem}-{figure['file']}){{ .drawn }}\n")
-    python, torch = platform.python_version(), version("torch").partition("+")[0]
+    python, torch = (
+        platform.python_version(),
+        version("torch").partition("+")[0],
+    )
     told = f"{ran.seconds:.0f} s on {os.cpu_count()} cores with Python {python} and PyTorch {torch}"
     note = f"\n\n*This page was run in {told} when the site was built.*\n"
     return "".join([*parts, markdown[end:], note])

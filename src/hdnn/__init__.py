@@ -116,7 +116,9 @@ def __getattr__(name: str) -> object:
     if name in LATE_MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in LATE_NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{LATE_NAMES[name]}"), name)
+        return getattr(
+            importlib.import_module(f"{__name__}.{LATE_NAMES[name]}"), name
+        )
     raise AttributeError(
         f"module 'hdnn' has no attribute {name!r}; dir(hdnn) lists what there is"
     )

@@ -18,7 +18,15 @@ from torch.nn import functional as F
 
 from hdnn.errors import OptionError, choose
 
-__all__ = ["Activation", "by_row", "check", "get", "names", "register", "registered"]
+__all__ = [
+    "Activation",
+    "by_row",
+    "check",
+    "get",
+    "names",
+    "register",
+    "registered",
+]
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -107,7 +115,16 @@ def _sigmoid_slope(x: Tensor) -> Tensor:
 
 # Li2(1 - exp(-u)) = u - u^2/4 + sum_k B_2k u^(2k+1) / (2k+1)!, B_2k the Bernoulli numbers:
 # for |u| <= log 2 each term is 80 times smaller than the one before.
-_BERNOULLI = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6, -3617 / 510)
+_BERNOULLI = (
+    1 / 6,
+    -1 / 30,
+    1 / 42,
+    -1 / 30,
+    5 / 66,
+    -691 / 2730,
+    7 / 6,
+    -3617 / 510,
+)
 
 
 def _softplus_integral(x: Tensor) -> Tensor:
@@ -140,7 +157,9 @@ def _silu_integral(x: Tensor) -> Tensor:
     return x * _softplus(x) - _softplus_integral(x)
 
 
-_GELU = 0.5 * math.erfc(-1.0) + math.exp(-1.0) / math.sqrt(math.pi)  # slope at sqrt(2)
+_GELU = 0.5 * math.erfc(-1.0) + math.exp(-1.0) / math.sqrt(
+    math.pi
+)  # slope at sqrt(2)
 _SILU = 0.5 + 2.3993572805154677 / 4  # slope at the x with x tanh(x / 2) = 2
 
 _REGISTRY = {
@@ -163,9 +182,15 @@ _REGISTRY = {
             0.0,
             0.25,
         ),
-        Activation("softplus", _softplus, torch.sigmoid, _softplus_integral, 0.0, 1.0),
-        Activation("gelu", F.gelu, _gelu_slope, _gelu_integral, 1 - _GELU, _GELU),
-        Activation("silu", F.silu, _silu_slope, _silu_integral, 1 - _SILU, _SILU),
+        Activation(
+            "softplus", _softplus, torch.sigmoid, _softplus_integral, 0.0, 1.0
+        ),
+        Activation(
+            "gelu", F.gelu, _gelu_slope, _gelu_integral, 1 - _GELU, _GELU
+        ),
+        Activation(
+            "silu", F.silu, _silu_slope, _silu_integral, 1 - _SILU, _SILU
+        ),
         Activation(
             "sin",
             torch.sin,
@@ -175,7 +200,12 @@ _REGISTRY = {
             1.0,
         ),
         Activation(
-            "identity", lambda x: x, torch.ones_like, lambda x: 0.5 * x * x, 1.0, 1.0
+            "identity",
+            lambda x: x,
+            torch.ones_like,
+            lambda x: 0.5 * x * x,
+            1.0,
+            1.0,
         ),
     )
 }
@@ -235,7 +265,8 @@ def by_row(rows: Sequence[str | Activation]) -> Activation:
         def function(x: Tensor) -> Tensor:
             pieces = zip(runs, x.split(sizes, -1), strict=True)
             return torch.cat(
-                [getattr(sigma, which)(piece) for (sigma, _), piece in pieces], -1
+                [getattr(sigma, which)(piece) for (sigma, _), piece in pieces],
+                -1,
             )
 
         return function
@@ -294,9 +325,15 @@ def check(activation: Activation) -> None:
     sigma = activation.sigma(x)
     slope = activation.slope(x)
     integral = activation.integral(x)
-    for name, value in (("sigma", sigma), ("slope", slope), ("integral", integral)):
+    for name, value in (
+        ("sigma", sigma),
+        ("slope", slope),
+        ("integral", integral),
+    ):
         if not bool(value.isfinite().all()):
-            _refuse(activation, f"{name} is not finite everywhere from -1e6 to 1e6")
+            _refuse(
+                activation, f"{name} is not finite everywhere from -1e6 to 1e6"
+            )
     _check_derivative(activation, "slope", "sigma", x, slope, sigma)
     _check_derivative(activation, "sigma", "integral", x, sigma, integral)
     start = float(activation.integral(x.new_zeros(1)))
@@ -312,7 +349,8 @@ def check(activation: Activation) -> None:
         ).any()
     ):
         _refuse(
-            activation, "sigma jumps, or changes faster than its slope range allows"
+            activation,
+            "sigma jumps, or changes faster than its slope range allows",
         )
 
 

@@ -84,7 +84,9 @@ def choose(name: str, value: object, options: Iterable[str]) -> str:
     names = sorted(options)
     if value in names:
         return str(value)
-    message = f"{name} {value!r:.80} is not known; choose one of {', '.join(names)}."
+    message = (
+        f"{name} {value!r:.80} is not known; choose one of {', '.join(names)}."
+    )
     near = difflib.get_close_matches(str(value).lower(), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise OptionError(message + hint)
@@ -93,7 +95,9 @@ def choose(name: str, value: object, options: Iterable[str]) -> str:
 def positive_int(name: str, value: object) -> int:
     """The value as an int >= 1."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise OptionError(f"{name} must be a whole number >= 1, but got {value!r:.80}.")
+        raise OptionError(
+            f"{name} must be a whole number >= 1, but got {value!r:.80}."
+        )
     return int(value)
 
 
@@ -103,7 +107,9 @@ def positive_float(name: str, value: object) -> float:
     if isinstance(value, Real) and not isinstance(value, bool):
         number = float(value)
     if not 0 < number < math.inf:
-        raise OptionError(f"{name} must be a finite number > 0, but got {value!r:.80}.")
+        raise OptionError(
+            f"{name} must be a finite number > 0, but got {value!r:.80}."
+        )
     return number
 
 

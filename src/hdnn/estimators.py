@@ -65,7 +65,9 @@ SHRINKAGES = (
 SHRINKAGE = 2e-2  # for tables that are too small to hold rows out
 TINY = 64  # rows, up to which none are held out and all are one minibatch
 HELD_OUT = 0.2
-WORTH = 0.95  # the factor by which weaker shrinkage must lower the held-out loss
+WORTH = (
+    0.95  # the factor by which weaker shrinkage must lower the held-out loss
+)
 STEPS = 800  # of the optimiser; half of them for few rows, and fewer for wide networks
 FEW = 500  # rows
 WIDE = 32  # features
@@ -91,7 +93,9 @@ class Rows(NamedTuple):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+class _Estimator(
+    ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
+):
     """Options, training and inputs; classifier and regressor differ in their targets."""
 
     network: str = field(default="h2", kw_only=False)
@@ -126,7 +130,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         """Learn the classes, or mean and deviation of the values."""
         raise NotImplementedError
 
-    def _encode_target(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def _encode_target(
+        self, y: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """What the network learns, and a factor of each row's weight."""
         raise NotImplementedError
 
@@ -162,7 +168,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         self.history_ = self._train(self.model_, train, decay, **options)
         return self._finish(rows)
 
-    def _begin(self, X: Any, y: Any, sample_weight: Any, classes: Any = None) -> Rows:
+    def _begin(
+        self, X: Any, y: Any, sample_weight: Any, classes: Any = None
+    ) -> Rows:
         """Learn columns and targets, and make a new model."""
         frame, y = self._check(X, y, reset=True)
         y, frame, weight = self._weighted(y, frame, sample_weight)
@@ -182,7 +190,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         if sample_weight is None:
             return y, frame, None
         weight = _check_sample_weight(sample_weight, frame, dtype=np.float64)
-        if not (np.isfinite(weight).all() and weight.min() >= 0 and weight.any()):
+        if not (
+            np.isfinite(weight).all() and weight.min() >= 0 and weight.any()
+        ):
             raise DataError(
                 "sample_weight must be finite and >= 0, and not 0 for all samples."
             )
@@ -214,7 +224,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             "device": self.device,
         }
         inputs = len(self.encoder_.names)
-        features = roomy_width(inputs) if self.features is None else self.features
+        features = (
+            roomy_width(inputs) if self.features is None else self.features
+        )
         if self.features is None and inputs > WIDEST:
             raise OptionError(
                 f"{inputs} inputs make a network of {features} features, with "
@@ -241,7 +253,8 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         if len(rows.x) <= TINY:
             return SHRINKAGE
         splits = [
-            self._hold_out(rows, HELD_OUT, fold) for fold in range(_folds(len(rows.x)))
+            self._hold_out(rows, HELD_OUT, fold)
+            for fold in range(_folds(len(rows.x)))
         ]
         best = np.inf
         chosen = SHRINKAGE
@@ -253,7 +266,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
                 loss += _loss(model, held)
                 if loss > best:
                     break
-            self._say(f"weight decay {decay:g}: held-out loss {loss / len(splits):.4f}")
+            self._say(
+                f"weight decay {decay:g}: held-out loss {loss / len(splits):.4f}"
+            )
             if loss < WORTH * best:
                 best = loss
                 chosen = decay
@@ -321,7 +336,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         self._certificate = None
         return self
 
-    def _more(self, X: Any, y: Any, sample_weight: Any, classes: Any = None) -> Self:
+    def _more(
+        self, X: Any, y: Any, sample_weight: Any, classes: Any = None
+    ) -> Self:
         """One epoch on these samples, from where the model is."""
         if not self.__sklearn_is_fitted__():
             rows = self._begin(X, y, sample_weight, classes)
@@ -357,13 +374,16 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         frame, _ = self._check(X, reset=False, learning=False)
         function = getattr(self.model_, method)
         chunks = [
-            function(x).numpy(force=True) for x in self._inputs(frame).split(CHUNK)
+            function(x).numpy(force=True)
+            for x in self._inputs(frame).split(CHUNK)
         ]
         return np.concatenate(chunks)
 
     def _inputs(self, frame: pd.DataFrame) -> Tensor:
         inputs = self.encoder_.transform(frame)
-        return torch.as_tensor(inputs, device=next(self.model_.parameters()).device)
+        return torch.as_tensor(
+            inputs, device=next(self.model_.parameters()).device
+        )
 
     def _check(
         self, X: Any, y: Any = None, *, reset: bool, learning: bool = True
@@ -375,7 +395,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             validate_data(self, X, reset=reset, skip_check_array=True)  # pyright: ignore[reportArgumentType]
             frame = X
         else:
-            numeric = hasattr(X, "toarray") or np.asarray(X).dtype.kind in "biufc"
+            numeric = (
+                hasattr(X, "toarray") or np.asarray(X).dtype.kind in "biufc"
+            )
             X = validate_data(
                 self,
                 X,
@@ -407,7 +429,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         return self.model_.net.features
 
     def __sklearn_is_fitted__(self) -> bool:
-        return getattr(self, "n_iter_", 0) > 0  # not after a training that failed
+        return (
+            getattr(self, "n_iter_", 0) > 0
+        )  # not after a training that failed
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -489,7 +513,9 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
                 'class_weight="balanced" needs all samples at once; give a dictionary or None.'
             )
         if classes is None and not self.__sklearn_is_fitted__():
-            raise DataError("the first call of partial_fit needs classes: all labels.")
+            raise DataError(
+                "the first call of partial_fit needs classes: all labels."
+            )
         return self._more(X, y, sample_weight, classes)
 
     def decision_function(self, X: Any) -> np.ndarray:
@@ -513,9 +539,16 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
                 "y has missing values (NaN); remove these rows or fill them in."
             )
         if y.dtype.kind in "fc" and not np.isfinite(y).all():
-            raise DataError("y has infinite values (inf); labels must be finite.")
-        if y.dtype.kind == "O" and len({isinstance(label, str) for label in y}) > 1:
-            raise DataError("y has labels of text and others; make all of them text.")
+            raise DataError(
+                "y has infinite values (inf); labels must be finite."
+            )
+        if (
+            y.dtype.kind == "O"
+            and len({isinstance(label, str) for label in y}) > 1
+        ):
+            raise DataError(
+                "y has labels of text and others; make all of them text."
+            )
         check_classification_targets(y)
         return y
 
@@ -528,14 +561,18 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
                 f"{self.classes_[0]!r}."
             )
 
-    def _encode_target(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def _encode_target(
+        self, y: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         unknown = np.setdiff1d(y, self.classes_)
         if len(unknown):
             raise DataError(
                 f"y has the labels {unknown}, which are not among the classes."
             )
         labels = np.searchsorted(self.classes_, y)
-        return labels, class_weights(self.class_weight, labels, self.classes_.tolist())
+        return labels, class_weights(
+            self.class_weight, labels, self.classes_.tolist()
+        )
 
     def _head(self, features: int, **options: Any) -> Any:
         count = len(self.classes_)
@@ -629,7 +666,9 @@ def _folds(rows: int) -> int:
 
 def _seed(random_state: Any) -> int:
     """A whole number is the seed itself; else it is drawn."""
-    if isinstance(random_state, Integral) and not isinstance(random_state, bool):
+    if isinstance(random_state, Integral) and not isinstance(
+        random_state, bool
+    ):
         check_random_state(int(random_state))
         return int(random_state)
     return int(check_random_state(random_state).randint(np.iinfo(np.int32).max))

@@ -169,7 +169,9 @@ def h2(
         >>> bool(torch.linalg.matrix_norm(Phi, 2) >= 1)  # norm(dy_N/dy_0)
         True
     """
-    return run(schemes.SEMI_IMPLICIT_EULER, y, coupled(K_p, K_q, b_p, b_q, X), h, **how)
+    return run(
+        schemes.SEMI_IMPLICIT_EULER, y, coupled(K_p, K_q, b_p, b_q, X), h, **how
+    )
 
 
 def h2_inverse(
@@ -249,9 +251,12 @@ def split(
         True
     """
     moves = tuple(
-        (1, -fraction) if half == "p" else (0, fraction) for half, fraction in shears
+        (1, -fraction) if half == "p" else (0, fraction)
+        for half, fraction in shears
     )
-    return run(Scheme("split", 1, moves), y, coupled(K_p, K_q, b_p, b_q, X), h, **how)
+    return run(
+        Scheme("split", 1, moves), y, coupled(K_p, K_q, b_p, b_q, X), h, **how
+    )
 
 
 def ms3(
@@ -272,7 +277,12 @@ def ms3(
 
 
 def ms1(
-    y: Tensor, K_0: Tensor, b_1: Tensor, b_2: Tensor, h: Step, **how: Unpack[How]
+    y: Tensor,
+    K_0: Tensor,
+    b_1: Tensor,
+    b_2: Tensor,
+    h: Step,
+    **how: Unpack[How],
 ) -> Tensor:
     """The network MS1: q moves first, and there is no `K^T` outside of sigma; K_0 is `(N, m, m)`.
 
@@ -355,7 +365,9 @@ def coupled(
     if X is None:
         return Force(K_p, b_p), Force(K_q, b_q)
     _check_square("X", X, K_p)
-    return Force(K_p, b_p, _product(K_p, X.mT)), Force(K_q, b_q, _product(K_q, X))
+    return Force(K_p, b_p, _product(K_p, X.mT)), Force(
+        K_q, b_q, _product(K_q, X)
+    )
 
 
 def turned(K: Tensor, b: Tensor, J: Tensor | None = None) -> tuple[Force, ...]:
@@ -381,7 +393,9 @@ def bare(K: Tensor, b: Tensor) -> tuple[Force, ...]:
 def from_X(X: Tensor) -> Tensor:
     """The skew-symmetric `J = [[0, -X^T], [X, 0]]`."""
     zero = torch.zeros_like(X)
-    return torch.cat([torch.cat([zero, -X.mT], -1), torch.cat([X, zero], -1)], -2)
+    return torch.cat(
+        [torch.cat([zero, -X.mT], -1), torch.cat([X, zero], -1)], -2
+    )
 
 
 def _product(A: Tensor, B: Tensor) -> Tensor:
@@ -497,7 +511,9 @@ def _step(h: Step, y: Tensor, N: int) -> float | Tensor:
     """The step as one number, or as a tensor of one a layer."""
     if isinstance(h, (list, tuple)):
         h = torch.tensor(
-            [positive_float("h", step) for step in h], dtype=y.dtype, device=y.device
+            [positive_float("h", step) for step in h],
+            dtype=y.dtype,
+            device=y.device,
         )
     if not isinstance(h, Tensor):
         return positive_float("h", h)

@@ -51,7 +51,10 @@ class Augment(nn.Module):
     positions: Tensor
 
     def __init__(
-        self, inputs: int, features: int, placement: str | Sequence[int] = "split"
+        self,
+        inputs: int,
+        features: int,
+        placement: str | Sequence[int] = "split",
     ) -> None:
         super().__init__()
         self.inputs = positive_int("inputs", inputs)
@@ -61,15 +64,21 @@ class Augment(nn.Module):
                 f"{inputs} inputs do not fit into {features} features; take features >= {inputs}."
             )
         self.placement = (
-            placement if isinstance(placement, str) else [int(i) for i in placement]
+            placement
+            if isinstance(placement, str)
+            else [int(i) for i in placement]
         )
         positions = self._positions()
-        if len(set(positions)) != inputs or not set(positions) <= set(range(features)):
+        if len(set(positions)) != inputs or not set(positions) <= set(
+            range(features)
+        ):
             raise ShapeError(
                 f"placement must be {inputs} different positions in 0 .. {features - 1}, but got "
                 f"{positions}."
             )
-        self.register_buffer("positions", torch.tensor(positions), persistent=False)
+        self.register_buffer(
+            "positions", torch.tensor(positions), persistent=False
+        )
 
     def _positions(self) -> list[int]:
         if not isinstance(self.placement, str):
@@ -77,9 +86,14 @@ class Augment(nn.Module):
         last = self.inputs // 2
         if choose("placement", self.placement, ("split", "first")) == "first":
             last = 0
-        return [*range(self.inputs - last), *range(self.features - last, self.features)]
+        return [
+            *range(self.inputs - last),
+            *range(self.features - last, self.features),
+        ]
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(
+        self, generator: torch.Generator | None = None
+    ) -> None:
         """Restore the positions, for a module that was made on the meta device.
 
         Args:
@@ -164,11 +178,15 @@ class LinearHead(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(outputs, features, dtype=dtype, device=device)
         )
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device))
+        self.bias = nn.Parameter(
+            torch.empty(outputs, dtype=dtype, device=device)
+        )
         self.reset_parameters(generator)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(
+        self, generator: torch.Generator | None = None
+    ) -> None:
         """Begin again: W from N(0, 1/n), and w = 0.
 
         Args:
@@ -289,7 +307,9 @@ class SoftmaxHead(LinearHead):
             raise DataError(
                 f"labels t must be whole numbers, but are {t.dtype}; use t.long()."
             )
-        return F.cross_entropy(scores.reshape(-1, self.outputs), t.reshape(-1).long())
+        return F.cross_entropy(
+            scores.reshape(-1, self.outputs), t.reshape(-1).long()
+        )
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """The probability of each class, `(*batch, classes)`."""
@@ -375,7 +395,9 @@ class Model(nn.Module):
         (torch.Size([200]), torch.Size([200, 2]))
     """
 
-    def __init__(self, augment: Augment | None, net: Network, head: LinearHead) -> None:
+    def __init__(
+        self, augment: Augment | None, net: Network, head: LinearHead
+    ) -> None:
         super().__init__()
         kinds = [("net", net, Network), ("head", head, LinearHead)]
         if augment is not None:
@@ -393,7 +415,9 @@ class Model(nn.Module):
         self.net = net
         self.head = head
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(
+        self, generator: torch.Generator | None = None
+    ) -> None:
         """Begin again: first the network and then the head draw their weights as when made.
 
         Args:
@@ -405,7 +429,9 @@ class Model(nn.Module):
     @property
     def inputs(self) -> int:
         """The number of features of x."""
-        return self.net.features if self.augment is None else self.augment.inputs
+        return (
+            self.net.features if self.augment is None else self.augment.inputs
+        )
 
     def embed(self, x: Tensor) -> Tensor:
         """The first state, `y_0`: `(*batch, n)`."""
@@ -465,9 +491,13 @@ class Model(nn.Module):
 
 def _check_width(who: str, x: Tensor, width: int) -> None:
     if not isinstance(x, Tensor):
-        raise ShapeError(f"{who} as a torch.Tensor, but got {type(x).__name__}.")
+        raise ShapeError(
+            f"{who} as a torch.Tensor, but got {type(x).__name__}."
+        )
     if x.shape[-1:] != (width,):
-        raise ShapeError(f"{who} of shape (*batch, {width}), but got {tuple(x.shape)}.")
+        raise ShapeError(
+            f"{who} of shape (*batch, {width}), but got {tuple(x.shape)}."
+        )
 
 
 def _check_targets(t: Tensor, *shapes: torch.Size) -> None:
@@ -476,7 +506,9 @@ def _check_targets(t: Tensor, *shapes: torch.Size) -> None:
             f"targets (or labels) t must be a torch.Tensor, not {type(t).__name__}."
         )
     if t.shape not in shapes:
-        needed = " or ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes))
+        needed = " or ".join(
+            str(tuple(shape)) for shape in dict.fromkeys(shapes)
+        )
         raise DataError(
             f"targets (or labels) t have shape {tuple(t.shape)}, but {needed} is needed: one for "
             "each score."

@@ -76,7 +76,9 @@ def solve(
         c.dtype, torch.float32
     )  # no factorisations in half precision
     with torch.autocast(c.device.type, enabled=False):
-        start = None if start is None else start.expand(*c.shape[:-1], -1).to(work)
+        start = (
+            None if start is None else start.expand(*c.shape[:-1], -1).to(work)
+        )
         a = a.expand(*c.shape[:-1], -1).to(work)
         equation = c.to(work), B.to(work), A.to(work), a, start
         detached = [None if t is None else t.detach() for t in equation]
@@ -186,7 +188,9 @@ def _root(
         x = torch.where(solved, x, c + _times(B, z.to(c.device).expand_as(a)))
     finite = all(bool(t.isfinite().all()) for t in (c, B, A, a))
     if not finite:
-        raise ConvergenceError(f"{where}: a state or a weight is NaN or infinite.")
+        raise ConvergenceError(
+            f"{where}: a state or a weight is NaN or infinite."
+        )
     factor = float(coupling(A, B, sigma.S).max())
     raise ConvergenceError(
         f"{where}: Newton's method did not converge in max_iter = {max_iter} iterations "
@@ -288,7 +292,11 @@ class _Solution(torch.autograd.Function):
         v = _solved(_matrix(slope, B, A).mT, grads[0])
         w = _times(B.mT, v)
         u = slope * w
-        d_start = None if start is None else chord_slope(ctx.sigma, z, start, value) * w
+        d_start = (
+            None
+            if start is None
+            else chord_slope(ctx.sigma, z, start, value) * w
+        )
         return None, v, _outer(v, value, B), _outer(u, x, A), u, d_start, None
 
 
@@ -296,7 +304,9 @@ def _outer(u: Tensor, x: Tensor, like: Tensor) -> Tensor:
     """The sum of `u x^T` over all samples that share a matrix."""
     if like.ndim == 2:
         return (
-            u.flatten(0, -2).mT @ x.flatten(0, -2) if u.ndim > 1 else torch.outer(u, x)
+            u.flatten(0, -2).mT @ x.flatten(0, -2)
+            if u.ndim > 1
+            else torch.outer(u, x)
         )
     return (u.unsqueeze(-1) * x.unsqueeze(-2)).sum_to_size(like.shape)
 
@@ -332,7 +342,9 @@ def chord_slope(
     return _quotient(mean, value, sigma(end), end - z)
 
 
-def _mean(function: Any, z: Tensor, d: Tensor, weighted: bool = False) -> Tensor:
+def _mean(
+    function: Any, z: Tensor, d: Tensor, weighted: bool = False
+) -> Tensor:
     """The integral of function(z + t d), or of t times it, for t from 0 to 1."""
     rule = torch.tensor(GAUSS, dtype=z.dtype, device=z.device)
     distance, weight = rule.view(len(GAUSS), 2, *[1] * z.ndim).unbind(1)

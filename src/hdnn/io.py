@@ -155,21 +155,26 @@ def load_tensors(
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get(KEY)
             # Clones: a mapped tensor would change with the file.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            tensors = {name: file.get_tensor(name).clone() for name in names}
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a safetensors file; it is truncated, damaged or of another "
             f"kind ({_reason(error)})."
         ) from error
     if header is None:
-        raise CheckpointError(f"{path} is a safetensors file that hdnn did not write.")
+        raise CheckpointError(
+            f"{path} is a safetensors file that hdnn did not write."
+        )
     metadata, checksum = _parse_header(header)
     if checksum != _digest(json.dumps(metadata, sort_keys=True), tensors):
         raise CheckpointError(
             f"{path} is damaged: its contents do not have the checksum that was written with them; "
             "take a copy from elsewhere, or make it again."
         )
-    return {name: tensor.to(device) for name, tensor in tensors.items()}, metadata
+    return {
+        name: tensor.to(device) for name, tensor in tensors.items()
+    }, metadata
 
 
 def _parse_header(text: str) -> tuple[dict[str, Any], str]:
@@ -273,7 +278,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
         config = dict(module.config())  # pyright: ignore[reportCallIssue]
     else:
         config = {
-            name: getattr(module, name) for name in inspect.signature(kind).parameters
+            name: getattr(module, name)
+            for name in inspect.signature(kind).parameters
         }
     description: dict[str, Any] = {
         "class": kind.__name__,
@@ -299,17 +305,27 @@ def restore(description: Mapping[str, Any]) -> Any:
     try:
         kind = _class(description["class"])
         if kind is None:
-            raise CheckpointError(f"the class {description['class']!r} is not known.")
+            raise CheckpointError(
+                f"the class {description['class']!r} is not known."
+            )
         arguments = dict(description["config"])
         for name, submodule in description["modules"].items():
             arguments[name] = restore(submodule)
         for name, shape in description.get("constants", {}).items():
-            arguments[name] = torch.zeros(shape)  # skew, and in every block pattern
+            arguments[name] = torch.zeros(
+                shape
+            )  # skew, and in every block pattern
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             return kind(**arguments)
     except HDNNError:
         raise
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+    ) as error:
         raise CheckpointError(
             f"the description is damaged ({_reason(error)})."
         ) from error
@@ -347,7 +363,9 @@ def _fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     try:
         module.load_state_dict(dict(state), assign=True)
     except RuntimeError as error:
-        raise CheckpointError(f"its weights do not fit ({_reason(error)}).") from error
+        raise CheckpointError(
+            f"its weights do not fit ({_reason(error)})."
+        ) from error
 
 
 def _class(name: str) -> type[nn.Module] | None:
@@ -367,7 +385,9 @@ def _class(name: str) -> type[nn.Module] | None:
 def _check_file(path: FilePath) -> None:
     """Refuse all but plain files: reading a pipe or a device may never end."""
     if not os.path.exists(path):
-        raise CheckpointError(f"{path} does not exist; check its name and folder.")
+        raise CheckpointError(
+            f"{path} does not exist; check its name and folder."
+        )
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} cannot be read: it is not a file.")
 
@@ -385,5 +405,7 @@ def _finite(value: Any) -> Any:
 
 def _reason(error: Exception) -> str:
     """The message of an error, on one line of at most 200 letters."""
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    text = (
+        getattr(error, "strerror", None) or str(error) or type(error).__name__
+    )
     return " ".join(text.split())[:200]

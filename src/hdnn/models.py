@@ -82,10 +82,16 @@ class ImageModel(nn.Module):
     @property
     def units(self) -> list[Any]:
         """The Hamiltonian submodules, first to last."""
-        return [m for m in self.modules() if isinstance(m, (Network, HamiltonianUnit))]
+        return [
+            m
+            for m in self.modules()
+            if isinstance(m, (Network, HamiltonianUnit))
+        ]
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(
+        self, generator: torch.Generator | None = None
+    ) -> None:
         """Begin again: all layers draw their weights, as the constructor does it.
 
         Args:
@@ -106,9 +112,15 @@ class ImageModel(nn.Module):
     def smoothness(self) -> Tensor:
         """The sum of `R_K` over all Hamiltonian submodules, zero if there are none."""
         terms = [unit.smoothness() for unit in self.units]
-        return torch.stack(terms).sum() if terms else self.linear.weight.new_zeros(())
+        return (
+            torch.stack(terms).sum()
+            if terms
+            else self.linear.weight.new_zeros(())
+        )
 
-    def _start(self, generator: Any, dtype: torch.dtype | None, device: Any) -> None:
+    def _start(
+        self, generator: Any, dtype: torch.dtype | None, device: Any
+    ) -> None:
         """Draw all weights, then go to their dtype and device."""
         self.reset_parameters(generator)
         self.to(dtype=dtype, device=device)
@@ -156,7 +168,9 @@ class MNISTNet(ImageModel):
     ) -> None:
         super().__init__()
         self.size = positive_int("size", size)
-        self.stem = nn.Conv2d(1, positive_int("channels", channels), 3, padding=1)
+        self.stem = nn.Conv2d(
+            1, positive_int("channels", channels), 3, padding=1
+        )
         self.net = network if isinstance(network, Network) else None
         if isinstance(network, str) and layers != 0:
             name = choose("network", network, MNIST_STEPS)
@@ -164,7 +178,9 @@ class MNISTNet(ImageModel):
             options["step"] = MNIST_STEPS[name] if step is None else step
             options |= {"backprop": backprop, "generator": generator}
             self.net = BY_NAME[name](channels, layers, **options)
-        self.linear = nn.Linear(channels * size**2, positive_int("classes", classes))
+        self.linear = nn.Linear(
+            channels * size**2, positive_int("classes", classes)
+        )
         for layer in (self.stem, self.linear):
             _draw(layer, generator)
         self.to(dtype=dtype, device=device)
@@ -253,7 +269,11 @@ class HDNNStar(ImageModel):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        depths = [layers] * len(channels) if isinstance(layers, int) else list(layers)
+        depths = (
+            [layers] * len(channels)
+            if isinstance(layers, int)
+            else list(layers)
+        )
         if len(depths) != len(channels):
             raise OptionError(
                 f"layers has {len(depths)} entries for {len(channels)} units."
@@ -263,7 +283,9 @@ class HDNNStar(ImageModel):
                 f"channels must grow from unit to unit, but got {tuple(channels)}."
             )
         if positive_int("size", size) % 2 ** len(channels):
-            raise ShapeError(f"size {size} cannot be halved {len(channels)} times.")
+            raise ShapeError(
+                f"size {size} cannot be halved {len(channels)} times."
+            )
         self.padding = choose("padding", padding, PADDINGS)
         self.pool = choose("pool", pool, POOLS)
         self.inputs = positive_int("inputs", inputs)
@@ -283,7 +305,9 @@ class HDNNStar(ImageModel):
             self.stages.append(HamiltonianUnit(C, N, drop=drops[:N], **options))
             drops = drops[N:]
         pixels = 1 if pool == "mean" else (size // 2 ** len(channels)) ** 2
-        self.linear = nn.Linear(channels[-1] * pixels, positive_int("classes", classes))
+        self.linear = nn.Linear(
+            channels[-1] * pixels, positive_int("classes", classes)
+        )
         self._start(generator, dtype, device)
 
     def features(self, x: Tensor) -> Tensor:
@@ -307,7 +331,9 @@ class HDNNStar(ImageModel):
             "network": first.network,
             "layers": [unit.layers for unit in units],
             "channels": [unit.channels for unit in units],
-            "step": list(first.step) if isinstance(first.step, tuple) else first.step,
+            "step": list(first.step)
+            if isinstance(first.step, tuple)
+            else first.step,
             "activation": first.activation,
             "norm": first.norm,
             "backprop": first.backprop,
@@ -384,14 +410,18 @@ class ResNet(ImageModel):
         super().__init__()
         n, remainder = divmod(positive_int("depth", depth) - 2, 6)
         if remainder or n < 1:
-            raise ShapeError(f"depth must be 6 n + 2 with n >= 1, but got {depth}.")
+            raise ShapeError(
+                f"depth must be 6 n + 2 with n >= 1, but got {depth}."
+            )
         self.depth = depth
         self.drop = drop
         self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(16)
         widths = [16] * (n + 1) + [32] * n + [64] * n
         pairs = zip(pairwise(widths), _rising(drop, 3 * n), strict=True)
-        self.blocks = nn.Sequential(*(ResidualBlock(a, b, p) for (a, b), p in pairs))
+        self.blocks = nn.Sequential(
+            *(ResidualBlock(a, b, p) for (a, b), p in pairs)
+        )
         self.linear = nn.Linear(64, positive_int("classes", classes))
         self._start(generator, dtype, device)
 
@@ -462,21 +492,29 @@ class AlexNet(ImageModel):
             nn.Linear(4096, 4096, device=device),
             nn.ReLU(),
         )
-        self.linear = nn.Linear(4096, positive_int("classes", classes), device=device)
+        self.linear = nn.Linear(
+            4096, positive_int("classes", classes), device=device
+        )
         self._start(generator, dtype, device)
 
     def features(self, x: Tensor) -> Tensor:
         """The result of the last hidden layer: (B, 4096)."""
         if self.resize:
             _check_images(x, 3, None)
-            x = F.interpolate(x, (224, 224), mode="bilinear", align_corners=False)
+            x = F.interpolate(
+                x, (224, 224), mode="bilinear", align_corners=False
+            )
         _check_images(x, 3, 224)
         return self.hidden(self.convolutions(x).flatten(1))
 
     def config(self) -> dict[str, Any]:
         """The arguments that make this classifier again."""
         classes = self.linear.out_features
-        return {"classes": classes, "resize": self.resize, "dropout": self.dropout}
+        return {
+            "classes": classes,
+            "resize": self.resize,
+            "dropout": self.dropout,
+        }
 
 
 # By the names of the paper's tables
@@ -520,7 +558,9 @@ def mnist_conv(
 
 
 @torch.no_grad()
-def _draw(layer: nn.Conv2d | nn.Linear, generator: torch.Generator | None) -> None:
+def _draw(
+    layer: nn.Conv2d | nn.Linear, generator: torch.Generator | None
+) -> None:
     """Draw weights and bias from +- 1 / sqrt(fan-in), as PyTorch does.
 
     Weights without a bias, as ResNets have them, are drawn with the variance 2 / fan-in.
@@ -531,7 +571,10 @@ def _draw(layer: nn.Conv2d | nn.Linear, generator: torch.Generator | None) -> No
         if not tensor.is_meta:
             where = tensor.device if generator is None else generator.device
             draw = torch.rand(
-                tensor.shape, generator=generator, device=where, dtype=torch.float32
+                tensor.shape,
+                generator=generator,
+                device=where,
+                dtype=torch.float32,
             )
             tensor.copy_(bound * (2 * draw - 1))
 
@@ -539,7 +582,9 @@ def _draw(layer: nn.Conv2d | nn.Linear, generator: torch.Generator | None) -> No
 def _rising(drop: float, layers: int) -> list[float]:
     """The probability to leave out each layer, which grows with depth."""
     if not 0 <= drop < 1:
-        raise OptionError(f"drop must be at least 0 and below 1, but got {drop}.")
+        raise OptionError(
+            f"drop must be at least 0 and below 1, but got {drop}."
+        )
     return [drop * (k + 1) / layers for k in range(layers)]
 
 
@@ -549,7 +594,9 @@ def _check_images(x: Tensor, channels: int, size: int | None) -> None:
         return
     shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
     sides = "height, width" if size is None else f"{size}, {size}"
-    raise ShapeError(f"images must be (B, {channels}, {sides}), but got {shape}.")
+    raise ShapeError(
+        f"images must be (B, {channels}, {sides}), but got {shape}."
+    )
 
 
 def _padded(y: Tensor, channels: int, padding: str) -> Tensor:

@@ -122,7 +122,9 @@ class Scheme:
         """The state from its halves."""
         return torch.cat(x, -1) if self.halves else x[0]
 
-    def ordered(self, inverse: bool = False) -> Iterator[tuple[int, int, float]]:
+    def ordered(
+        self, inverse: bool = False
+    ) -> Iterator[tuple[int, int, float]]:
         """The moves as (half read, half moved, fraction); backwards for the inverse."""
         sign = -1.0 if inverse else 1.0
         for half, fraction in reversed(self.moves) if inverse else self.moves:
@@ -148,7 +150,9 @@ class Scheme:
         """
         state = list(x)
         for half, to, fraction in self.ordered(inverse):
-            state[to] = state[to] + (fraction * h) * forces[half](state[half], sigma)
+            state[to] = state[to] + (fraction * h) * forces[half](
+                state[half], sigma
+            )
         return tuple(state)
 
     def jacobian(
@@ -163,7 +167,9 @@ class Scheme:
         """The Jacobians of all layers, or their inverses: see `jacobians`; h is (N, 1, 1)."""
         x = list(self.split(states[:-1]))
         N, B, n = states[:-1].shape
-        eye = torch.eye(n, dtype=states.dtype, device=states.device).expand(N, B, n, n)
+        eye = torch.eye(n, dtype=states.dtype, device=states.device).expand(
+            N, B, n, n
+        )
         # A move multiplies by the shear I + A. Row vectors: dy' = dy M, so M gains columns; its
         # inverse gains rows.
         M = list(eye.tensor_split(len(x), -2 if inverse else -1))
@@ -188,7 +194,9 @@ class Perceptron(Scheme):
 
     def jacobian(self, states, forces, h, sigma, *, inverse=False):
         (force,) = forces
-        return force.K.mT[:, None] * sigma.slope(force.at(states[:-1])).unsqueeze(-2)
+        return force.K.mT[:, None] * sigma.slope(
+            force.at(states[:-1])
+        ).unsqueeze(-2)
 
 
 @dataclass(frozen=True)
@@ -245,7 +253,9 @@ class ImplicitEuler(Implicit):
         _, q = states[:-1].chunk(2, -1)
         A = force.jacobian(h * sigma.slope(force.at(torch.cat([p, q], -1))))
         # With rows, (dp', dq') = (dp, dq) + (dp', dq) A.
-        (A_pp, A_pq), (A_qp, A_qq) = (rows.chunk(2, -1) for rows in A.chunk(2, -2))
+        (A_pp, A_pq), (A_qp, A_qq) = (
+            rows.chunk(2, -1) for rows in A.chunk(2, -2)
+        )
         eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
         E = _inverse(eye - A_pp)  # dp'/dp
         F = A_qp @ E  # dp'/dq
@@ -302,13 +312,15 @@ class DiscreteGradient(Implicit):
 
 def _inverse(M: Tensor) -> Tensor:
     """The inverse, in float32 at least: there are no decompositions in half precision."""
-    return torch.linalg.inv(M.to(torch.promote_types(M.dtype, torch.float32))).to(
-        M.dtype
-    )
+    return torch.linalg.inv(
+        M.to(torch.promote_types(M.dtype, torch.float32))
+    ).to(M.dtype)
 
 
 # y <- y + h J dH/dy(y)   (eq:H-DNN_fE)
-FORWARD_EULER = Scheme("forward_euler", 1, ((0, 1.0),), halves=False, symplectic=False)
+FORWARD_EULER = Scheme(
+    "forward_euler", 1, ((0, 1.0),), halves=False, symplectic=False
+)
 
 # p <- p - h X^T dH/dq(q), then q <- q + h X dH/dp(p)   (eq:p_update, eq:q_update)
 SEMI_IMPLICIT_EULER = Scheme("semi_implicit_euler", 1, ((1, -1.0), (0, 1.0)))

@@ -32,7 +32,9 @@ __all__ = [
     "mask",
 ]
 
-Links = Sequence[Collection[int]]  # the neighbours of each node, itself among them
+Links = Sequence[
+    Collection[int]
+]  # the neighbours of each node, itself among them
 
 MOST_PAIRS = 5 * 10**7  # pairs of nodes that rows of R link: more take minutes
 CLIQUE_WORK = 10_000  # cliques that are tried around one node
@@ -70,7 +72,9 @@ def mask(
         True where an entry is free, `(..., sum(rows), sum(columns))`.
     """
     heights = torch.tensor(rows, device=R.device)
-    widths = heights if columns is None else torch.tensor(columns, device=R.device)
+    widths = (
+        heights if columns is None else torch.tensor(columns, device=R.device)
+    )
     return R.bool().repeat_interleave(heights, -2).repeat_interleave(widths, -1)
 
 
@@ -206,7 +210,10 @@ class Explanation(tuple[Breach, ...]):
     """All breaches of the locality condition, a line for each; empty if the patterns are local."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "local: all updates need neighbours only"
+        return (
+            "\n".join(map(str, self))
+            or "local: all updates need neighbours only"
+        )
 
 
 def explain(T: Any, R: Any, S: Any) -> Explanation:
@@ -233,10 +240,14 @@ def explain(T: Any, R: Any, S: Any) -> Explanation:
     for (a, A), (b, B) in combinations(zip("TRS", patterns, strict=True), 2):
         _check_alike(a, A, b, B)
     layered = any(A.ndim == 3 for A in patterns)
-    stacks = torch.broadcast_tensors(*(A.reshape(-1, *A.shape[-2:]) for A in patterns))
+    stacks = torch.broadcast_tensors(
+        *(A.reshape(-1, *A.shape[-2:]) for A in patterns)
+    )
     result: list[Breach] = []
     for layer, alike in enumerate(zip(*stacks, strict=True)):
-        result += breaches(*map(links_of, alike), layer=layer if layered else None)
+        result += breaches(
+            *map(links_of, alike), layer=layer if layered else None
+        )
     return Explanation(result)
 
 
@@ -265,7 +276,9 @@ def breaches(
             yield Breach(i, k, k in forward, k in backward, path, layer)
 
 
-def check_no_breach(found: Sequence[Breach], label: Callable[[int], str] = str) -> None:
+def check_no_breach(
+    found: Sequence[Breach], label: Callable[[int], str] = str
+) -> None:
     """Raise an error that names the first breaches, if there are any."""
     if not found:
         return
@@ -317,7 +330,11 @@ class Sparsity:
     """
 
     def __init__(
-        self, R: Any, T: Any = None, S: Any = None, sizes: Sequence[int] | None = None
+        self,
+        R: Any,
+        T: Any = None,
+        S: Any = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self.R = binary("R", R)
         self.T = None if T is None else binary("T", T)
@@ -360,9 +377,7 @@ class Sparsity:
 
     def __repr__(self) -> str:
         used = self.R.reshape(-1, self.nodes, self.nodes).any(0)
-        return (
-            f"Sparsity({self.nodes} nodes, {int(used.sum()) - self.nodes} links in R)"
-        )
+        return f"Sparsity({self.nodes} nodes, {int(used.sum()) - self.nodes} links in R)"
 
 
 def node_sizes(sizes: Sequence[int], nodes: int) -> tuple[int, ...]:
@@ -396,7 +411,9 @@ def free_weights(sparsity: Sparsity, *, layers: int = 1) -> int:
     sizes = sparsity.sizes or (1,) * sparsity.nodes
     N = layers if sparsity.R.ndim == 2 else 1
     T = torch.eye(sparsity.nodes) if sparsity.T is None else sparsity.T
-    return 2 * N * int(mask(sparsity.R, sizes).sum()) + int(mask(T, sizes).sum())
+    return 2 * N * int(mask(sparsity.R, sizes).sum()) + int(
+        mask(T, sizes).sum()
+    )
 
 
 # Patterns for a graph. For a fixed T the condition says that each row of R is a set of nodes which
@@ -405,7 +422,11 @@ def free_weights(sparsity: Sparsity, *, layers: int = 1) -> int:
 
 
 def design(
-    S: Any, sizes: Sequence[int] | None = None, *, keep: str = "R", layers: int = 1
+    S: Any,
+    sizes: Sequence[int] | None = None,
+    *,
+    keep: str = "R",
+    layers: int = 1,
 ) -> Sparsity:
     """Patterns that need no more than the graph S and leave many weights free.
 
@@ -474,7 +495,9 @@ class _Search:
 
     def climb(self, T: Rows, free: int, R: Rows) -> tuple[int, Rows, Rows]:
         """Change one link of T at a time, as long as that frees weights."""
-        links = [(i, k) for i, k in combinations(range(len(T)), 2) if k in self.S[i]]
+        links = [
+            (i, k) for i, k in combinations(range(len(T)), 2) if k in self.S[i]
+        ]
         better = True
         while better:
             better = False
@@ -491,10 +514,14 @@ class _Search:
     def best_R(self, T: Rows) -> tuple[int, Rows]:
         """The R for a T, and the free weights; -1 if it cannot join what S joins."""
         linked = [set.intersection(*(self.S[a] for a in row)) for row in T]
-        near = [{v for v in row if a in linked[v]} for a, row in enumerate(linked)]
+        near = [
+            {v for v in row if a in linked[v]} for a, row in enumerate(linked)
+        ]
         R = [self.clique(near, v) for v in range(len(T))]
         self.join(R, T, near)
-        needed = [set().union(*(R[a] | T[a] for a in row)) for row in transposed(R)]
+        needed = [
+            set().union(*(R[a] | T[a] for a in row)) for row in transposed(R)
+        ]
         if len(groups(needed)) > len(groups(self.S)):
             return -1, R
         return 2 * self.layers * self.entries(R) + self.entries(T), R
@@ -526,7 +553,9 @@ class _Search:
             if total + sum(self.weight[u] for u in candidates) > most:
                 u, *others = candidates
                 stack.append((clique, others))
-                stack.append((clique | {u}, [w for w in others if w in near[u]]))
+                stack.append(
+                    (clique | {u}, [w for w in others if w in near[u]])
+                )
         return set(best)
 
     def join(self, R: Rows, T: Rows, near: Rows) -> None:
@@ -560,7 +589,9 @@ class _Search:
         return nodes
 
 
-def from_networkx(graph: Any, *, size: str | None = None, keep: str = "R") -> Sparsity:
+def from_networkx(
+    graph: Any, *, size: str | None = None, keep: str = "R"
+) -> Sparsity:
     """Patterns for a networkx graph: node i is the i-th of `graph.nodes`, and its own neighbour.
 
     An edge of a `DiGraph` from u to v lets v hear u.
@@ -577,7 +608,9 @@ def from_networkx(graph: Any, *, size: str | None = None, keep: str = "R") -> Sp
         Sparsity(8 nodes, 8 links in R)
     """
     networkx = require("networkx", extra="graph")
-    heard = torch.from_numpy(networkx.to_numpy_array(graph, dtype=bool, weight=None)).mT
+    heard = torch.from_numpy(
+        networkx.to_numpy_array(graph, dtype=bool, weight=None)
+    ).mT
     S = heard | torch.eye(len(graph), dtype=torch.bool)
     if size is None:
         return design(S, keep=keep)

@@ -24,17 +24,23 @@ def h2(n: int = 4, N: int = 8, **options):
 
 def blocks(count: int = 4, width: int = 3, **options):
     def F():
-        return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh())
+        return nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh()
+        )
 
     torch.manual_seed(0)
-    return hdnn.Reversible([hdnn.Leapfrog(F()) for _ in range(count)], **options)
+    return hdnn.Reversible(
+        [hdnn.Leapfrog(F()) for _ in range(count)], **options
+    )
 
 
 # Networks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("kind", ["H2", "MS1", "MS3", "H1", "MS2", "ImplicitH2"])
+@pytest.mark.parametrize(
+    "kind", ["H2", "MS1", "MS3", "H1", "MS2", "ImplicitH2"]
+)
 def test_what_is_proved_is_confirmed(kind, dtype):
     net = getattr(hdnn, kind)(
         4, 8, dtype=dtype, generator=torch.Generator().manual_seed(0)
@@ -78,10 +84,16 @@ def test_norms_are_those_of_the_matrices():
     net, y = h2(dtype=F64), Random(0)(6, 4)
     certificate = certify(net, y)
     sizes = analysis.norms(analysis.backward_sensitivity(net, y))[:-1]
-    assert certificate.smallest_norm == pytest.approx(float(sizes.min()), rel=1e-12)
-    assert certificate.largest_norm == pytest.approx(float(sizes.max()), rel=1e-12)
+    assert certificate.smallest_norm == pytest.approx(
+        float(sizes.min()), rel=1e-12
+    )
+    assert certificate.largest_norm == pytest.approx(
+        float(sizes.max()), rel=1e-12
+    )
     layer, sample = certificate.smallest_at
-    assert float(sizes[layer, sample]) == pytest.approx(certificate.smallest_norm)
+    assert float(sizes[layer, sample]) == pytest.approx(
+        certificate.smallest_norm
+    )
     assert certificate.by_layer["layers"] == list(range(9))
     assert certificate.symplectic
     assert certificate.symplectic_defect < 1e-14
@@ -95,7 +107,9 @@ def test_a_model_is_certified_at_its_inputs():
     assert "7 test points" in certificate.summary
     chosen = x[torch.linspace(0, 49, 7).round().long()].double()
     alone = certify(model.net.double(), model.embed(chosen))
-    assert certificate.smallest_norm == pytest.approx(alone.smallest_norm, rel=1e-6)
+    assert certificate.smallest_norm == pytest.approx(
+        alone.smallest_norm, rel=1e-6
+    )
 
 
 def test_random_points_follow_the_seed():
@@ -115,7 +129,9 @@ def test_the_network_itself_is_left_alone():
     net.train()
     certify(net, y)
     assert net.training
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True)
+    )
     assert next(net.parameters()).dtype == torch.float32
 
 
@@ -214,7 +230,9 @@ def test_a_network_without_weights_is_said_to_be_linear():
     assert certificate.linear
     assert "a linear model would do the same" in certificate.summary
     assert certify(h2(init="paper")).linear is False
-    assert certify(net, torch.randn(3, 4)).linear is None  # too few points to tell
+    assert (
+        certify(net, torch.randn(3, 4)).linear is None
+    )  # too few points to tell
 
 
 def test_a_head_that_makes_much_of_little_is_not_linear():
@@ -291,7 +309,9 @@ def test_a_hook_on_a_stack_or_random_numbers_in_it_make_it_unknown():
             return x * self.w * torch.rand(())
 
     assert (
-        certify(hdnn.Reversible([hdnn.Leapfrog(Noise())]), torch.randn(5, 6)).status
+        certify(
+            hdnn.Reversible([hdnn.Leapfrog(Noise())]), torch.randn(5, 6)
+        ).status
         != "holds"
     )
 
@@ -320,7 +340,9 @@ def test_gradient_fields_are_symplectic():
         def forward(self, q):
             return torch.tanh(self.linear(q)).square().sum(-1)
 
-    net = hdnn.Reversible([hdnn.Leapfrog(hdnn.GradientField(Energy()), h=0.1)] * 4)
+    net = hdnn.Reversible(
+        [hdnn.Leapfrog(hdnn.GradientField(Energy()), h=0.1)] * 4
+    )
     certificate = certify(net, torch.randn(5, 6))
     assert certificate.symplectic
     assert certificate.symplectic_defect < 1e-12
@@ -364,7 +386,9 @@ def test_a_part_that_cannot_be_certified_is_not_known_and_so_is_the_module():
     certificate = certify(model)
     assert (certificate.status, certificate.holds) == ("not known", None)
     assert "give inputs" in certificate.summary
-    assert certify(nn.Sequential(nn.Linear(3, 4), h2())).holds  # at random states
+    assert certify(
+        nn.Sequential(nn.Linear(3, 4), h2())
+    ).holds  # at random states
     with pytest.raises(OptionError, match="no part"):
         certificate["2"]
 
@@ -402,7 +426,11 @@ def test_a_certificate_is_text_json_and_a_picture():
         ((h2(), torch.ones(3, 5)), ShapeError, r"\(\*batch, 4\)"),
         ((h2(), "y"), ShapeError, "but got str"),
         ((h2(), torch.full((1, 4), math.nan)), DataError, "NaN or infinite"),
-        ((blocks(), torch.full((1, 6), math.nan)), DataError, "NaN or infinite"),
+        (
+            (blocks(), torch.full((1, 6), math.nan)),
+            DataError,
+            "NaN or infinite",
+        ),
         ((blocks(), None), DataError, "at states"),
         (
             (nn.Sequential(nn.Linear(3, 4), h2()), torch.ones(3, 5)),

@@ -60,7 +60,13 @@ places = st.tuples(st.floats(0.1, 4.0), st.floats(-4.0, 4.0))
 
 
 def make(
-    kind: str, normal: Random, m: int = 2, N: int = 2, *, each: bool = False, **options
+    kind: str,
+    normal: Random,
+    m: int = 2,
+    N: int = 2,
+    *,
+    each: bool = False,
+    **options,
 ):
     """A network with a random J or X, one a layer if `each`; T = 0.5 and mild weights."""
     n = 2 * m
@@ -121,7 +127,14 @@ def test_a_trajectory_starts_at_y_passes_through_all_times_and_ends_in_the_flow(
     assert states.shape == (4, 2, 3, 4)
     assert torch.equal(states[0], y)
     torch.testing.assert_close(states[-1], ode.flow(y))
-    between = [0.4, 0.03, ode.T, 0.03, 0.25, 0.0]  # any order, twice, inside layers
+    between = [
+        0.4,
+        0.03,
+        ode.T,
+        0.03,
+        0.25,
+        0.0,
+    ]  # any order, twice, inside layers
     torch.testing.assert_close(
         ode.trajectory(y, between),
         torch.stack([ode.flow(y, end=t) for t in between]),
@@ -136,9 +149,15 @@ def test_times_beside_the_edge_of_a_layer_by_rounding_are_no_trouble():
         ContinuousNetwork(make("H2", normal, N=5)),
         normal(4),
     )  # layers meet at 0.1, 0.2 ..
-    times = [math.nextafter(float(t), where) for t in ode.times for where in (0.0, 1.0)]
+    times = [
+        math.nextafter(float(t), where)
+        for t in ode.times
+        for where in (0.0, 1.0)
+    ]
     expected = ode.trajectory(y).repeat_interleave(2, 0)
-    torch.testing.assert_close(ode.trajectory(y, times), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        ode.trajectory(y, times), expected, rtol=1e-9, atol=1e-9
+    )
     assert ode.sensitivity(y, times).shape == (12, 4, 4)
 
 
@@ -158,7 +177,10 @@ def test_the_flow_can_be_taken_in_parts_and_back():
 def test_steps_may_differ_and_be_learned():
     normal = Random(2)
     steps = [0.1, 0.3, 0.05]
-    net, y = make("H2", normal, N=3, step=steps, T=None, learn_step=True), normal(4)
+    net, y = (
+        make("H2", normal, N=3, step=steps, T=None, learn_step=True),
+        normal(4),
+    )
     ode = ContinuousNetwork(net)
     torch.testing.assert_close(
         ode.times, torch.tensor([0.0, 0.1, 0.4, 0.45], dtype=F64)
@@ -200,12 +222,16 @@ def test_other_solvers_agree():
 
 @few
 @given(problems(), st.floats(0.05, 0.95))
-def test_the_bsm_is_the_derivative_of_the_flow_in_denominator_layout(problem, part):
+def test_the_bsm_is_the_derivative_of_the_flow_in_denominator_layout(
+    problem, part
+):
     net, y, normal = problem
     ode = ContinuousNetwork(net)
     t, small = part * ode.T, 1e-4
     state, way = ode.trajectory(y, t)[0], normal(*y.shape)
-    ahead, behind = (ode.flow(state + sign * small * way, start=t) for sign in (1, -1))
+    ahead, behind = (
+        ode.flow(state + sign * small * way, start=t) for sign in (1, -1)
+    )
     expected = (way.unsqueeze(-2) @ ode.sensitivity(y, t)[0]).squeeze(-2)
     torch.testing.assert_close(
         (ahead - behind) / (2 * small), expected, rtol=1e-5, atol=1e-5
@@ -222,8 +248,12 @@ def test_gradients_follow_their_ode_and_the_chain_rule(problem):
     torch.testing.assert_close(
         ode.gradients(y, delta_T), expected, rtol=1e-7, atol=1e-7
     )
-    through = ode.forward_sensitivity(y) @ Phi  # one factor forwards and one backwards
-    torch.testing.assert_close(through, Phi[0].expand_as(Phi), rtol=1e-7, atol=1e-7)
+    through = (
+        ode.forward_sensitivity(y) @ Phi
+    )  # one factor forwards and one backwards
+    torch.testing.assert_close(
+        through, Phi[0].expand_as(Phi), rtol=1e-7, atol=1e-7
+    )
 
 
 def test_gradients_are_those_of_autograd_in_the_limit_of_many_layers():
@@ -234,7 +264,9 @@ def test_gradients_are_those_of_autograd_in_the_limit_of_many_layers():
     delta = ContinuousNetwork(net).gradients(y, (2 * end).detach())
     assert delta.shape == (3, 3, 4)
     torch.testing.assert_close(delta[0], y.grad, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(delta[-1], (2 * end).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        delta[-1], (2 * end).detach(), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_sensitivities_of_samples_do_not_mix():
@@ -251,7 +283,9 @@ def test_sensitivities_of_samples_do_not_mix():
 
 @few
 @given(
-    problems([kind for kind in KINDS if kind not in ("MS1", "MS2")], constant_J=True)
+    problems(
+        [kind for kind in KINDS if kind not in ("MS1", "MS2")], constant_J=True
+    )
 )
 def test_the_bsm_is_symplectic_for_any_constant_J(problem):
     net, y, _ = problem
@@ -270,7 +304,9 @@ def test_the_transposed_bsm_is_not_symplectic():
 
 def test_symplecticity_holds_for_odd_sizes_and_singular_J():
     normal = Random(0)
-    net = randomise(hdnn.H1(3, 2, T=0.5, J=normal.skew(3), dtype=F64), normal, 0.5)
+    net = randomise(
+        hdnn.H1(3, 2, T=0.5, J=normal.skew(3), dtype=F64), normal, 0.5
+    )
     ode, y = ContinuousNetwork(net), normal(2, 3)
     Phi = ode.sensitivity(y)
     assert float(symplectic_defect(Phi, ode.J).max()) < 1e-8
@@ -303,7 +339,10 @@ def test_the_bsm_is_below_the_sharper_bound_and_that_below_the_papers(problem):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_networks_converge_to_their_ode_at_the_order_of_their_integrator(kind):
-    normal, order = Random(7), {"verlet": 2, "midpoint": 2, "yoshida4": 4}.get(kind, 1)
+    normal, order = (
+        Random(7),
+        {"verlet": 2, "midpoint": 2, "yoshida4": 4}.get(kind, 1),
+    )
     result = convergence(make(kind, normal, each=True), normal(3, 4))
     assert result.layers == (2, 4, 8, 16, 32)
     assert result.steps[0] == pytest.approx(0.25)
@@ -324,16 +363,32 @@ def test_errors_that_the_flow_cannot_tell_from_its_own_have_no_order():
 @pytest.mark.parametrize(
     ("error", "words", "call"),
     [
-        (OptionError, "discretises an ODE", lambda: ContinuousNetwork(hdnn.MLP(4, 2))),
+        (
+            OptionError,
+            "discretises an ODE",
+            lambda: ContinuousNetwork(hdnn.MLP(4, 2)),
+        ),
         (
             OptionError,
             "discretises an ODE",
             lambda: ContinuousNetwork(torch.nn.Linear(4, 4)),
         ),
         (ShapeError, r"\(\*batch, 4\)", lambda: ODE.flow(torch.ones(3))),
-        (DataError, "NaN or infinite", lambda: ODE.flow(torch.full((4,), math.nan))),
-        (OptionError, "times in 0 .. T", lambda: ODE.trajectory(torch.ones(4), [1e9])),
-        (OptionError, "longer t", lambda: counterexample.fitted_envelope(AXIS, AXIS)),
+        (
+            DataError,
+            "NaN or infinite",
+            lambda: ODE.flow(torch.full((4,), math.nan)),
+        ),
+        (
+            OptionError,
+            "times in 0 .. T",
+            lambda: ODE.trajectory(torch.ones(4), [1e9]),
+        ),
+        (
+            OptionError,
+            "longer t",
+            lambda: counterexample.fitted_envelope(AXIS, AXIS),
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(error, words, call):
@@ -366,7 +421,9 @@ def test_without_scipy_the_extra_is_named(monkeypatch):
 def test_the_measured_period_is_the_elliptic_integral(place, eps):
     y = torch.tensor(place, dtype=F64)
     exact = float(counterexample.period(y, eps))
-    assert counterexample.measured_period(y, eps) == pytest.approx(exact, rel=1e-10)
+    assert counterexample.measured_period(y, eps) == pytest.approx(
+        exact, rel=1e-10
+    )
 
 
 def test_the_period_is_the_one_of_another_library():
@@ -395,7 +452,9 @@ def test_an_orbit_closes_after_one_period_and_keeps_its_energy():
 
 
 def test_the_period_grows_with_the_energy_from_that_of_a_linear_oscillator():
-    y = torch.tensor([[1e-4, 0.0], [0.5, 0.0], [1.0, 0.0], [3.0, 2.0]], dtype=F64)
+    y = torch.tensor(
+        [[1e-4, 0.0], [0.5, 0.0], [1.0, 0.0], [3.0, 2.0]], dtype=F64
+    )
     P = counterexample.period(y)
     assert float(P[0]) == pytest.approx(2 * math.pi, rel=1e-8)
     assert bool((P.diff() > 0).all())
@@ -410,7 +469,9 @@ def test_the_norm_grows_along_a_line_whose_slope_is_known():
     for y, sizes, slope in zip(
         (DIAGONAL, AXIS), both.T, (0.32826, 0.28517), strict=True
     ):
-        assert float(counterexample.envelope_slope(y)) == pytest.approx(slope, abs=1e-5)
+        assert float(counterexample.envelope_slope(y)) == pytest.approx(
+            slope, abs=1e-5
+        )
         fitted, height = counterexample.fitted_envelope(t, sizes)
         assert fitted == pytest.approx(slope, rel=3e-3)
         assert abs(height) < 0.3
@@ -433,7 +494,10 @@ def test_growth_is_the_bsm_of_the_ode_and_the_limit_of_a_layered_network():
     y, T = torch.tensor([0.8, 0.5], dtype=F64), 5.0
     Phi = counterexample.growth(y, torch.tensor([T], dtype=F64))[0]
     torch.testing.assert_close(
-        Phi, counterexample.example(T).sensitivity(y, 0.0)[0], rtol=1e-9, atol=1e-9
+        Phi,
+        counterexample.example(T).sensitivity(y, 0.0)[0],
+        rtol=1e-9,
+        atol=1e-9,
     )
     net = hdnn.HamiltonianNet(2, 200, "yoshida4", T=T, tied=True, dtype=F64)
     for name in ("K_p", "K_q"):
@@ -446,7 +510,9 @@ def test_growth_is_the_bsm_of_the_ode_and_the_limit_of_a_layered_network():
 def test_a_finite_perturbation_grows_as_the_bsm_does_until_it_spans_the_orbit():
     t = torch.arange(0, 100, 0.5, dtype=F64)
     tiny = counterexample.finite_growth(DIAGONAL, t[:20], 1e-6)
-    rows = counterexample.growth(DIAGONAL, t[:20]).norm(dim=-1)  # both directions
+    rows = counterexample.growth(DIAGONAL, t[:20]).norm(
+        dim=-1
+    )  # both directions
     torch.testing.assert_close(tiny, rows, rtol=1e-4, atol=1e-4)
     gamma = 0.2
     largest = counterexample.finite_growth(DIAGONAL, t, gamma).max()
@@ -496,4 +562,6 @@ def test_no_random_numbers_are_used_up():
 def test_at_h_k_squared_of_two_growth_is_linear():
     found = counterexample.layer_growth(0.5, 2.0, layers=128)
     assert found.exact == 0
-    assert float(found.sizes[128] / found.sizes[64]) == pytest.approx(2, rel=1e-3)
+    assert float(found.sizes[128] / found.sizes[64]) == pytest.approx(
+        2, rel=1e-3
+    )

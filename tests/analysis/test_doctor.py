@@ -26,7 +26,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
 
 def mlp(
-    depth: int = 8, width: int = 32, activation: Any = nn.ReLU, gain: float = 2.0
+    depth: int = 8,
+    width: int = 32,
+    activation: Any = nn.ReLU,
+    gain: float = 2.0,
 ) -> Any:
     """A perceptron, by default with He's weights."""
     layers: list[nn.Module] = []
@@ -41,12 +44,20 @@ def mlp(
 class Block(nn.Module):
     """A block of a transformer, x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int = 32, heads: int = 4, detached: bool = False) -> None:
+    def __init__(
+        self, width: int = 32, heads: int = 4, detached: bool = False
+    ) -> None:
         super().__init__()
         self.heads, self.detached = heads, detached
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.up, self.down = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def attention(self, x: Tensor) -> Tensor:
         B, T, n = x.shape
@@ -72,7 +83,10 @@ class Language(nn.Module):
         self.embed = nn.Embedding(words, width)
         self.place = nn.Parameter(0.02 * torch.randn(16, width))
         self.blocks = nn.ModuleList(blocks)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.norm, self.head = (
+            nn.LayerNorm(width),
+            nn.Linear(width, words, bias=False),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.place[: ids.shape[1]]
@@ -82,7 +96,9 @@ class Language(nn.Module):
 
 
 def ids(B: int = 2, T: int = 8, words: int = 50) -> Tensor:
-    return torch.randint(0, words, (B, T), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        0, words, (B, T), generator=torch.Generator().manual_seed(3)
+    )
 
 
 def images(B: int = 4, size: int = 16, channels: int = 3) -> Tensor:
@@ -134,12 +150,17 @@ def gated() -> Any:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.gate = nn.Linear(32, 32), nn.Parameter(torch.zeros(1))
+            self.linear, self.gate = (
+                nn.Linear(32, 32),
+                nn.Parameter(torch.zeros(1)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.gate * F.gelu(self.linear(x))
 
-    return nn.Sequential(nn.Linear(32, 32), nn.GELU(), Gated(), nn.Linear(32, 5))
+    return nn.Sequential(
+        nn.Linear(32, 32), nn.GELU(), Gated(), nn.Linear(32, 5)
+    )
 
 
 class Recurrent(nn.Module):
@@ -169,7 +190,12 @@ class Log(nn.Module):
 
 
 FAULTS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor], str, str]] = {
-    "all layers too small": (lambda: mlp(16, gain=0.05), rows, "vanishing", "0"),
+    "all layers too small": (
+        lambda: mlp(16, gain=0.05),
+        rows,
+        "vanishing",
+        "0",
+    ),
     "one layer too small": (small_layer, rows, "vanishing", "6"),
     "sigmoids": (
         lambda: mlp(16, activation=nn.Sigmoid, gain=1.0),
@@ -179,7 +205,12 @@ FAULTS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor], str, str]] = {
     ),
     "a closed gate": (gated, rows, "vanishing", "2"),
     "a recurrence": (Recurrent, lambda: ids(2, 24), "exploding", "rnn"),
-    "large layers": (lambda: mlp(12, 32, nn.Identity, 16.0), rows, "exploding", ""),
+    "large layers": (
+        lambda: mlp(12, 32, nn.Identity, 16.0),
+        rows,
+        "exploding",
+        "",
+    ),
     "dead units": (dead_layer, rows, "dead units", "5"),
     "a saturated sigmoid": (saturated_layer, rows, "saturated", "5"),
     "certain attention": (certain_attention, ids, "saturated", "blocks.1"),
@@ -207,7 +238,9 @@ def test_a_planted_fault_is_named_at_its_layer(name, seed):
     diagnosis = diagnose(make(), x())
     fault = next((f for f in diagnosis.faults if f.kind == kind), None)
     assert fault is not None, str(diagnosis)
-    assert any(name.startswith(layer) for name in (fault.layer, *fault.layers)), fault
+    assert any(
+        name.startswith(layer) for name in (fault.layer, *fault.layers)
+    ), fault
     assert not diagnosis.healthy
     assert f"{kind} at {fault.layer}" in diagnosis.summary
 
@@ -220,7 +253,9 @@ class Quantised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.encoder = nn.Sequential(
+            nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)
+        )
         self.codes, self.decoder = nn.Embedding(16, 4), nn.Linear(4, 32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -263,7 +298,9 @@ def test_layers_that_a_choice_cuts_off_are_not_cleared(kind, seed):
     torch.manual_seed(seed)
     diagnosis = diagnose(kind(), torch.randn(8, 32))
     assert not diagnosis.healthy
-    assert [f.kind for f in diagnosis.faults] == ["detached"] or diagnosis.unknown
+    assert [f.kind for f in diagnosis.faults] == [
+        "detached"
+    ] or diagnosis.unknown
 
 
 def test_a_layer_that_runs_for_nothing_is_not_known():
@@ -288,7 +325,11 @@ class Spare(nn.Module):
 
     def __init__(self, used: bool) -> None:
         super().__init__()
-        self.a, self.b, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.a, self.b, self.head = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 2),
+        )
         self.used = used
 
     def forward(self, x: Tensor) -> Tensor:
@@ -369,13 +410,18 @@ def dropout_and_norm() -> nn.Module:
 
 def critic() -> nn.Module:
     norm = nn.utils.parametrizations.spectral_norm
-    layers = [p for _ in range(4) for p in (norm(nn.Linear(32, 32)), nn.LeakyReLU(0.2))]
+    layers = [
+        p
+        for _ in range(4)
+        for p in (norm(nn.Linear(32, 32)), nn.LeakyReLU(0.2))
+    ]
     return nn.Sequential(*layers, nn.Linear(32, 1)).train()
 
 
 def reversible() -> nn.Module:
     blocks = [
-        nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(24)
+        nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU())
+        for _ in range(24)
     ]
     return hdnn.Reversible([hdnn.Leapfrog(block) for block in blocks])
 
@@ -398,7 +444,9 @@ HEALTHY: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
     "u-net": (unet, images),
     "lstm": (Lstm, lambda: ids(4, 20)),
     "h2": (
-        lambda: nn.Sequential(nn.Linear(32, 16), hdnn.H2(16, 64), nn.Linear(16, 3)),
+        lambda: nn.Sequential(
+            nn.Linear(32, 16), hdnn.H2(16, 64), nn.Linear(16, 3)
+        ),
         rows,
     ),
     "reversible": (reversible, rows),
@@ -433,7 +481,10 @@ def everything(model: nn.Module) -> list[Any]:
             for n, t in tensors.items()
         },
         [(m.training, getattr(m, "inplace", None)) for m in model.modules()],
-        [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        [
+            (len(m._forward_hooks), len(m._forward_pre_hooks))
+            for m in model.modules()
+        ],
         torch.get_rng_state().tolist(),
         random.getstate(),
         str(np.random.get_state()),  # noqa: NPY002
@@ -457,7 +508,9 @@ def test_a_gain_is_the_size_of_a_gradient():
         linear.weight.data = 2.0**k * nn.init.orthogonal_(linear.weight.data)
     gains = diagnose(model, rows(8, 64)).layers
     assert [layer.layer for layer in gains] == ["input", "0", "1"]
-    assert [layer.gain for layer in gains] == pytest.approx([2.0, 2.0, 1.0], rel=1e-4)
+    assert [layer.gain for layer in gains] == pytest.approx(
+        [2.0, 2.0, 1.0], rel=1e-4
+    )
 
 
 def test_a_loss_with_a_target_is_taken():
@@ -473,7 +526,9 @@ def test_inputs_may_be_a_tuple_or_a_dict():
             super().__init__()
             self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
 
-        def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def forward(
+            self, x: Tensor, scale: Tensor
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             y = torch.tanh(self.a(x))
             return self.b(y) * scale, {"hidden": y}
 
@@ -493,7 +548,9 @@ def test_a_model_that_gives_other_values_in_each_call_is_not_known():
             self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.b(torch.tanh(self.a(x * (2 + math.sin(next(self.noise))))))
+            return self.b(
+                torch.tanh(self.a(x * (2 + math.sin(next(self.noise)))))
+            )
 
     diagnosis = diagnose(Moving(), rows(8, 8))
     assert not diagnosis.faults
@@ -544,7 +601,9 @@ def test_a_diagnosis_is_text_json_and_a_picture():
 # Through a training
 
 
-def trained(model: nn.Module, x: Any, steps: int, **options: Any) -> GradientDoctor:
+def trained(
+    model: nn.Module, x: Any, steps: int, **options: Any
+) -> GradientDoctor:
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     with GradientDoctor(model, optimizer=optimizer, **options) as doctor:
         for _ in range(steps):
@@ -569,8 +628,12 @@ def test_a_doctor_looks_every_so_often_and_changes_no_training():
             [1, 3, 5, 7] if every == 2 else [1]
         )
         assert doctor.looks[0].gradient["0.weight"] > 0
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        assert not any(
+            m._forward_hooks or m._forward_pre_hooks for m in net.modules()
+        )
+    assert all(
+        torch.equal(states[0][name], states[1][name]) for name in states[0]
+    )
 
 
 def test_a_doctor_examines_on_request_and_warns_once():
@@ -604,6 +667,8 @@ def test_a_doctor_needs_a_module_and_inputs():
 
 @pytest.mark.filterwarnings("ignore::hdnn.analysis.GradientWarning")
 def test_the_examples_of_the_page_run(capsys):
-    for example in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+    for example in re.findall(
+        r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL
+    ):
         exec(compile(example, "doctor.md", "exec"), {})
     assert "vanishing" in capsys.readouterr().out

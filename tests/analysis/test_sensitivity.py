@@ -18,7 +18,10 @@ KINDS = ("H1", "H2", "ImplicitH2", "MS1", "MS2", "MS3", "MLP")
 
 
 def make(kind: str, n: int = 4, N: int = 3, **options):
-    options = {"dtype": F64, "generator": torch.Generator().manual_seed(0)} | options
+    options = {
+        "dtype": F64,
+        "generator": torch.Generator().manual_seed(0),
+    } | options
     return getattr(hdnn, kind)(n, N, **options)
 
 
@@ -47,7 +50,8 @@ def test_some_layers_are_those_of_all_in_any_order():
     net, y = make("H2", N=9), Random(0)(5, 4)
     every = analysis.backward_sensitivity(net, y)
     assert torch.equal(
-        analysis.backward_sensitivity(net, y, layers=[9, 3, 3, 0]), every[[9, 3, 3, 0]]
+        analysis.backward_sensitivity(net, y, layers=[9, 3, 3, 0]),
+        every[[9, 3, 3, 0]],
     )
 
 
@@ -56,12 +60,16 @@ def test_the_product_of_the_layers_is_the_whole():
     product = torch.eye(4, dtype=F64)
     for M in analysis.layer_sensitivity(net, y):
         product = product @ M
-    torch.testing.assert_close(product, analysis.backward_sensitivity(net, y)[0])
+    torch.testing.assert_close(
+        product, analysis.backward_sensitivity(net, y)[0]
+    )
 
 
 def test_samples_that_overflow_are_nan_and_others_are_not():
     net = make("H2", N=40, step=10.0, activation="identity")
-    y = torch.stack([torch.full((4,), 1e300, dtype=F64), torch.zeros(4, dtype=F64)])
+    y = torch.stack(
+        [torch.full((4,), 1e300, dtype=F64), torch.zeros(4, dtype=F64)]
+    )
     Phi = analysis.backward_sensitivity(net, y)
     assert bool(Phi[0, 0].isnan().all())
     assert bool(Phi[0, 1].isfinite().all())
@@ -74,13 +82,18 @@ def test_norms_and_singular_values_are_those_of_numpy_and_say_what_is_not_finite
         torch.testing.assert_close(
             analysis.norms(A, order), torch.linalg.matrix_norm(A, number)
         )
-    torch.testing.assert_close(analysis.singular_values(A), torch.linalg.svdvals(A))
+    torch.testing.assert_close(
+        analysis.singular_values(A), torch.linalg.svdvals(A)
+    )
     A[0, 0, 0], A[1, 0, 0] = math.inf, math.nan
     sizes = analysis.norms(A).tolist()
     assert sizes[0] == math.inf
     assert math.isnan(sizes[1])
     assert bool(analysis.singular_values(A)[:2].isnan().all())
-    assert analysis.norms(torch.eye(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert (
+        analysis.norms(torch.eye(2, dtype=torch.bfloat16)).dtype
+        == torch.bfloat16
+    )
 
 
 def test_a_symplectic_defect_is_that_of_the_transposed_layout_only():
@@ -102,7 +115,9 @@ def test_a_symplectic_defect_is_that_of_the_transposed_layout_only():
         (
             ShapeError,
             r"0 \.\. 3",
-            lambda: analysis.backward_sensitivity(make("H2"), Y.double(), layers=[4]),
+            lambda: analysis.backward_sensitivity(
+                make("H2"), Y.double(), layers=[4]
+            ),
         ),
         (OptionError, "ord", lambda: analysis.norms(torch.eye(2), 3)),
         (ShapeError, "matrices", lambda: analysis.norms(torch.ones(2))),
@@ -117,7 +132,11 @@ def test_a_symplectic_defect_is_that_of_the_transposed_layout_only():
             lambda: analysis.bsm_bound_forward_euler(make("H2")),
         ),
         (HDNNError, "shears", lambda: analysis.gradient_bounds(make("H1"))),
-        (OptionError, "discretises an ODE", lambda: analysis.bounds(make("MLP"))),
+        (
+            OptionError,
+            "discretises an ODE",
+            lambda: analysis.bounds(make("MLP")),
+        ),
         (
             OptionError,
             "HamiltonianUnit",
@@ -160,14 +179,21 @@ def test_a_bound_that_is_exceeded_is_said_to_fail_and_one_of_the_ode_is_not():
     assert bound.holds is False
     assert "DOES NOT HOLD" in str(bound)
     assert (
-        analysis.Bound("paper", "at most", 2.0, measured=3.0, rigorous=False).holds
+        analysis.Bound(
+            "paper", "at most", 2.0, measured=3.0, rigorous=False
+        ).holds
         is None
     )
-    assert analysis.Bound("budget", "at least", 2.0, measured=math.nan).holds is None
+    assert (
+        analysis.Bound("budget", "at least", 2.0, measured=math.nan).holds
+        is None
+    )
 
 
 def test_no_reader_sees_a_bound_like_2e23():
-    assert "e+" not in str(analysis.Bound("paper", "at most", 2e23, measured=3.0))
+    assert "e+" not in str(
+        analysis.Bound("paper", "at most", 2e23, measured=3.0)
+    )
 
 
 # Extreme singular values without the matrix
@@ -178,7 +204,9 @@ def test_lanczos_finds_the_extremes_of_small_layers_exactly():
     y = Random(0)(3, 6)
     values = analysis.chain_extremes(layers, y, layers=[0, 2], steps=6)
     for i in range(3):
-        J = torch.func.jacrev(lambda x: layers[2](torch.tanh(layers[0](x))))(y[i])
+        J = torch.func.jacrev(lambda x: layers[2](torch.tanh(layers[0](x))))(
+            y[i]
+        )
         expected = torch.linalg.svdvals(J.detach())
         assert float(values.largest[0, i]) == pytest.approx(
             float(expected[0]), rel=1e-9
@@ -187,7 +215,9 @@ def test_lanczos_finds_the_extremes_of_small_layers_exactly():
             float(expected[-1]), rel=1e-6
         )
     assert values.missed == 0
-    torch.testing.assert_close(values.largest[1], values.largest[1, :1].expand(3))
+    torch.testing.assert_close(
+        values.largest[1], values.largest[1, :1].expand(3)
+    )
 
 
 def test_a_few_steps_find_the_largest_value_from_below():
@@ -203,7 +233,9 @@ def test_a_few_steps_find_the_largest_value_from_below():
 
 @pytest.mark.parametrize("network", ["h1", "h2"])
 def test_units_have_the_values_of_their_jacobian(network):
-    unit = hdnn.HamiltonianUnit(4, 3, network=network, activation="tanh", dtype=F64)
+    unit = hdnn.HamiltonianUnit(
+        4, 3, network=network, activation="tanh", dtype=F64
+    )
     y = Random(0)(2, 4, 3, 3)
     values = analysis.unit_extremes(unit, y, layers=[0, 1])
     assert values.layers == [0, 1]

@@ -26,8 +26,12 @@ def test_a_look_records_the_norms_of_all_layers():
     record = GradientMonitor(net, x).look()
     Phi = analysis.backward_sensitivity(net, x)
     sizes = analysis.norms(Phi)
-    torch.testing.assert_close(torch.tensor(record.smallest, dtype=F64), sizes.amin(1))
-    torch.testing.assert_close(torch.tensor(record.largest, dtype=F64), sizes.amax(1))
+    torch.testing.assert_close(
+        torch.tensor(record.smallest, dtype=F64), sizes.amin(1)
+    )
+    torch.testing.assert_close(
+        torch.tensor(record.largest, dtype=F64), sizes.amax(1)
+    )
     of_mean = analysis.norms(Phi.mean(1))
     torch.testing.assert_close(torch.tensor(record.of_mean, dtype=F64), of_mean)
     assert record.missing == 0
@@ -42,7 +46,9 @@ def test_it_counts_the_steps_of_an_optimiser_and_of_no_other_loop():
         net(x).square().mean().backward()
         optimizer.step()
 
-    with GradientMonitor(net, x, optimizer=optimizer, every=3, samples=5) as monitor:
+    with GradientMonitor(
+        net, x, optimizer=optimizer, every=3, samples=5
+    ) as monitor:
         for _ in range(7):
             step()
     step()
@@ -65,9 +71,13 @@ def test_without_a_number_it_looks_often_at_first_and_ever_less():
 def test_it_is_a_callback_of_fit():
     model = hdnn.Model(hdnn.Augment(2, 4), h2(), hdnn.SigmoidHead(4))
     monitor = GradientMonitor(x=torch.randn(10, 2), every=1)
-    assert monitor(SimpleNamespace(model=model)) is None  # True would end the training
+    assert (
+        monitor(SimpleNamespace(model=model)) is None
+    )  # True would end the training
     x, t = torch.randn(40, 2), torch.randint(0, 2, (40,))
-    hdnn.training.fit(model, x, t, epochs=2, callbacks=[monitor], progress=False)
+    hdnn.training.fit(
+        model, x, t, epochs=2, callbacks=[monitor], progress=False
+    )
     assert len(monitor.records) == monitor.steps > 1
     assert bool((monitor.table("smallest") >= 1 - 1e-9).all())
 
@@ -86,8 +96,12 @@ def test_it_warns_when_gradients_explode_or_cannot_be_computed():
     with pytest.warns(GradientWarning, match="gradients explode"):
         GradientMonitor(net, torch.randn(8, 4, dtype=F64), every=1).step()
     linear = h2(60, step=10.0, activation="identity", dtype=F64)
-    monitor = GradientMonitor(linear, torch.full((3, 4), 1e300, dtype=F64), every=1)
-    with pytest.warns(GradientWarning, match="3 of 3 samples cannot be computed"):
+    monitor = GradientMonitor(
+        linear, torch.full((3, 4), 1e300, dtype=F64), every=1
+    )
+    with pytest.warns(
+        GradientWarning, match="3 of 3 samples cannot be computed"
+    ):
         monitor.step()
     assert monitor.records[0].missing == 3
     assert monitor.records[0].largest[0] == math.inf

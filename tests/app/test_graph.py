@@ -74,7 +74,16 @@ def test_a_table_is_shared_out_to_nodes_and_its_run_predicts(capsys):
         "run",
     ]
     metrics = json.loads(
-        run(capsys, "launch", *options, "--parts", "2", "--epochs", "5", "--json")
+        run(
+            capsys,
+            "launch",
+            *options,
+            "--parts",
+            "2",
+            "--epochs",
+            "5",
+            "--json",
+        )
     )
     assert metrics["processes"] == 2
     assert "always answering" in metrics["baseline"]
@@ -92,15 +101,25 @@ def test_a_table_is_shared_out_to_nodes_and_its_run_predicts(capsys):
 
 def test_one_process_trains_the_same_as_a_part_of_torchrun(capsys):
     options = ["--data", "double_moons", "--epochs", "1", "--layers", "2"]
-    Path("ring.toml").write_text("nodes = 4\nR = [[0, 1], [1, 2], [2, 3], [3, 0]]\n")
+    Path("ring.toml").write_text(
+        "nodes = 4\nR = [[0, 1], [1, 2], [2, 3], [3, 0]]\n"
+    )
     run(capsys, "train", "--graph", "ring.toml", *options, "--out", "alone")
     run(capsys, "train", "--graph", "ring.toml", *options, "--out", "again")
     first, second = (
-        io.load_tensors(f"{name}/model.safetensors")[0] for name in ("alone", "again")
+        io.load_tensors(f"{name}/model.safetensors")[0]
+        for name in ("alone", "again")
     )
     assert all(first[name].equal(tensor) for name, tensor in second.items())
     error = run(
-        capsys, "train", "--graph", "ring.toml", *options, "--patience", "2", code=2
+        capsys,
+        "train",
+        "--graph",
+        "ring.toml",
+        *options,
+        "--patience",
+        "2",
+        code=2,
     )
     assert "--patience" in error
 

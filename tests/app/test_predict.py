@@ -39,11 +39,22 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     random = np.random.default_rng(1)
     a, b = random.normal(size=(2, 150))
-    label = np.array(NAMES)[np.clip(np.digitize(a, [-0.8, -0.25, 0.25, 0.8]), 0, 4)]
+    label = np.array(NAMES)[
+        np.clip(np.digitize(a, [-0.8, -0.25, 0.25, 0.8]), 0, 4)
+    ]
     frame = pd.DataFrame({"a": a, "b": b, "label": label, "value": 5 * a + b})
     frame.to_csv(folder / "table.csv", index=False)
     data = ["train", "--data", "table.csv", "--epochs", "8"]
-    run(folder, *data, "--target", "label", "--drop", "value", "--out", "runs/classes")
+    run(
+        folder,
+        *data,
+        "--target",
+        "label",
+        "--drop",
+        "value",
+        "--out",
+        "runs/classes",
+    )
     more = [
         "--target",
         "value",
@@ -71,36 +82,68 @@ def folder(tmp_path_factory) -> Path:
 
 def test_predictions_agree_with_the_model_and_its_score(folder):
     result = json.loads(
-        run(folder, "predict", "--run", "runs/classes", "--data", "table.csv", "--json")
+        run(
+            folder,
+            "predict",
+            "--run",
+            "runs/classes",
+            "--data",
+            "table.csv",
+            "--json",
+        )
     )
     truth = pd.read_csv(folder / "table.csv")["label"]
-    assert result["accuracy"] == pytest.approx((truth == result["predictions"]).mean())
+    assert result["accuracy"] == pytest.approx(
+        (truth == result["predictions"]).mean()
+    )
     assert result["accuracy"] > 0.6
     assert "always answering" in result["baseline"]
 
 
 def test_a_spreadsheet_runs_nothing_of_a_prediction(folder):
     text = run(
-        folder, "predict", "--run", "runs/classes", "--data", "table.csv", "--proba"
+        folder,
+        "predict",
+        "--run",
+        "runs/classes",
+        "--data",
+        "table.csv",
+        "--proba",
     )
     rows = list(csv.reader(text.splitlines()))
     assert len(rows) == 151
     for row in rows:
         for cell in row:
             assert not re.match(r"[=+@]|-[^\d.]", cell)
-    assert {row[0] for row in rows[1:]} == {"'=1+1", "'+cmd", "'-x", "'@sum", "plain"}
+    assert {row[0] for row in rows[1:]} == {
+        "'=1+1",
+        "'+cmd",
+        "'-x",
+        "'@sum",
+        "plain",
+    }
     chances = np.array([row[1:] for row in rows[1:]], float)
     assert np.allclose(chances.sum(1), 1)
 
 
 def test_several_seeds_predict_their_mean(folder):
     result = json.loads(
-        run(folder, "predict", "--run", "runs/values", "--data", "table.csv", "--json")
+        run(
+            folder,
+            "predict",
+            "--run",
+            "runs/values",
+            "--data",
+            "table.csv",
+            "--json",
+        )
     )
     each = []
     for seed in (0, 1):
         place = f"runs/values/seed-{seed}"
-        answer = run(folder, "predict", "--run", place, "--data", "table.csv", "--json")
+        answer = run(
+            folder, "predict", "--run", place, "--data", "table.csv", "--json"
+        )
         each.append(json.loads(answer)["predictions"])
     assert np.allclose(result["predictions"], np.mean(each, 0))
     assert np.allclose(result["spread"], np.std(each, 0, ddof=1))
@@ -123,7 +166,15 @@ def test_rows_without_the_target_are_predicted_without_a_score(folder):
     )
     assert "accuracy" not in printed
     assert len((folder / "a.csv").read_text().splitlines()) == 151
-    again = ["predict", "--run", "runs/classes", "--data", "new.csv", "--out", "a.csv"]
+    again = [
+        "predict",
+        "--run",
+        "runs/classes",
+        "--data",
+        "new.csv",
+        "--out",
+        "a.csv",
+    ]
     assert "--overwrite" in run(folder, *again, code=2)
     run(folder, *again, "--overwrite")
 
@@ -131,14 +182,28 @@ def test_rows_without_the_target_are_predicted_without_a_score(folder):
 def test_a_missing_column_is_named(folder):
     pd.DataFrame({"a": [1.0]}).to_csv(folder / "short.csv", index=False)
     error = run(
-        folder, "predict", "--run", "runs/classes", "--data", "short.csv", code=2
+        folder,
+        "predict",
+        "--run",
+        "runs/classes",
+        "--data",
+        "short.csv",
+        code=2,
     )
     assert "'b'" in error
 
 
 def test_points_of_a_plane_are_predicted_from_a_set_or_a_file(folder):
     first = json.loads(
-        run(folder, "predict", "--run", "runs/points", "--data", "swiss_roll", "--json")
+        run(
+            folder,
+            "predict",
+            "--run",
+            "runs/points",
+            "--data",
+            "swiss_roll",
+            "--json",
+        )
     )
     assert first["rows"] == 4000
     data = hdnn.data.planar.load("swiss_roll", seed=0)
@@ -147,7 +212,15 @@ def test_points_of_a_plane_are_predicted_from_a_set_or_a_file(folder):
         folder / "points.csv", index=False
     )
     again = json.loads(
-        run(folder, "predict", "--run", "runs/points", "--data", "points.csv", "--json")
+        run(
+            folder,
+            "predict",
+            "--run",
+            "runs/points",
+            "--data",
+            "points.csv",
+            "--json",
+        )
     )
     assert again["predictions"] == first["predictions"]
 
@@ -222,7 +295,11 @@ def test_a_model_of_another_kind_is_refused(folder, tmp_path):
     place = tmp_path / "runs"
     place.mkdir()
     for name in ("config.toml", "metrics.json"):
-        (place / name).write_bytes((folder / "runs" / "classes" / name).read_bytes())
+        (place / name).write_bytes(
+            (folder / "runs" / "classes" / name).read_bytes()
+        )
     io.save(hdnn.H2(4, 2), place / "model.safetensors")
-    error = run(folder, "predict", "--run", str(place), "--data", "table.csv", code=2)
+    error = run(
+        folder, "predict", "--run", str(place), "--data", "table.csv", code=2
+    )
     assert "columns" in error

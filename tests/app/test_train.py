@@ -31,7 +31,9 @@ def table(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
     a, b = random.normal(size=(2, 90))
-    frame = pd.DataFrame({"a": a, "b": b, "kind": random.choice(["x", "y"], 90)})
+    frame = pd.DataFrame(
+        {"a": a, "b": b, "kind": random.choice(["x", "y"], 90)}
+    )
     frame["label"] = np.where(a + b > 0, "yes", "no")
     frame["value"] = 10 + 3 * a - 2 * b
     frame.loc[3, "b"] = None
@@ -66,14 +68,21 @@ def same_weights(first: str, second: str) -> bool:
         io.load_tensors(Path(folder) / "model.safetensors")[0]
         for folder in (first, second)
     ]
-    return all(tensors[0][name].equal(tensor) for name, tensor in tensors[1].items())
+    return all(
+        tensors[0][name].equal(tensor) for name, tensor in tensors[1].items()
+    )
 
 
 def test_a_run_holds_its_config_model_scores_and_pictures(capsys):
     metrics = train(capsys)
     folder = Path("runs/table-label-h2-16-0")
     names = {path.name for path in folder.iterdir()}
-    assert {"config.toml", "metrics.json", "model.safetensors", "training.png"} <= names
+    assert {
+        "config.toml",
+        "metrics.json",
+        "model.safetensors",
+        "training.png",
+    } <= names
     config = tomllib.loads((folder / "config.toml").read_text())["train"]
     assert config["layers"] == 16
     assert config["data"] == os.path.abspath("table.csv")
@@ -84,13 +93,17 @@ def test_a_run_holds_its_config_model_scores_and_pictures(capsys):
 def test_an_accuracy_stands_beside_that_of_the_commonest_class(capsys):
     metrics = train(capsys)
     counts = np.array(metrics["confusion"]["counts"])
-    assert metrics["test_accuracy"] == pytest.approx(np.trace(counts) / counts.sum())
+    assert metrics["test_accuracy"] == pytest.approx(
+        np.trace(counts) / counts.sum()
+    )
     common = metrics["common"]
     assert metrics["baseline_accuracy"] == pytest.approx(
         counts[common].sum() / counts.sum()
     )
     run(capsys, "train", "--resume", "--out", "runs/table-label-h2-16-0")
-    printed = run(capsys, "train", "--resume", "--out", "runs/table-label-h2-16-0")
+    printed = run(
+        capsys, "train", "--resume", "--out", "runs/table-label-h2-16-0"
+    )
     assert "always answering" in printed
 
 
@@ -105,7 +118,15 @@ def test_classes_that_are_never_predicted_are_named(capsys):
 
 
 def test_a_regression_has_errors_in_units_of_its_target(capsys):
-    options = ["--data", "table.csv", "--target", "value", "--drop", "label", "--json"]
+    options = [
+        "--data",
+        "table.csv",
+        "--target",
+        "value",
+        "--drop",
+        "label",
+        "--json",
+    ]
     metrics = json.loads(run(capsys, "train", *options))
     assert metrics["test_r2"] > 0.8
     assert metrics["test_rmse"] < metrics["baseline_rmse"]
@@ -124,7 +145,9 @@ def test_several_seeds_are_runs_in_one_folder_with_mean_and_spread(capsys):
     result = train(capsys, "--seeds", "3", "--out", "group")
     assert [run["seed"] for run in result["runs"]] == [0, 1, 2]
     scores = [run["test_accuracy"] for run in result["runs"]]
-    assert result["summary"]["test_accuracy"]["mean"] == pytest.approx(np.mean(scores))
+    assert result["summary"]["test_accuracy"]["mean"] == pytest.approx(
+        np.mean(scores)
+    )
     assert Path("group/seed-2/model.safetensors").is_file()
 
 
@@ -151,14 +174,23 @@ def test_the_config_of_a_run_trains_the_same_again(capsys):
 def test_nothing_is_overwritten_unless_asked_for(capsys):
     train(capsys, "--out", "mine")
     before = Path("mine/metrics.json").read_bytes()
-    error = run(capsys, "train", "--data", "swiss_roll", "--out", "mine", code=2)
+    error = run(
+        capsys, "train", "--data", "swiss_roll", "--out", "mine", code=2
+    )
     assert "--overwrite" in error
     assert Path("mine/metrics.json").read_bytes() == before
     train(capsys, "--out", "mine", "--seed", "5", "--overwrite")
     assert json.loads(Path("mine/metrics.json").read_text())["seed"] == 5
     Path("mine/notes.txt").write_text("do not lose this")
     error = run(
-        capsys, "train", "--data", "swiss_roll", "--out", "mine", "--overwrite", code=2
+        capsys,
+        "train",
+        "--data",
+        "swiss_roll",
+        "--out",
+        "mine",
+        "--overwrite",
+        code=2,
     )
     assert "notes.txt" in error
     assert Path("mine/model.safetensors").exists()
@@ -170,7 +202,15 @@ def test_a_mistake_leaves_no_folder_behind(capsys):
         ["--learning-rate", "-1"],
         ["--features", "1"],
     ):
-        options = ["--data", "table.csv", "--target", "label", "--out", "wrong", *more]
+        options = [
+            "--data",
+            "table.csv",
+            "--target",
+            "label",
+            "--out",
+            "wrong",
+            *more,
+        ]
         error = run(capsys, "train", *options, code=2)
         assert len(error.strip().splitlines()) == 1
         assert not Path("wrong").exists()
@@ -183,12 +223,18 @@ def test_a_mistake_leaves_no_folder_behind(capsys):
         (["train", "--data", "table.csv"], "--target is missing"),
         (["train", "--data", "swiss_rol"], "swiss_roll"),
         (["train", "--data", "swiss_roll", "--target", "y"], "--target"),
-        (["train", "--data", "swiss_roll", "--images", "5"], "--images does not apply"),
+        (
+            ["train", "--data", "swiss_roll", "--images", "5"],
+            "--images does not apply",
+        ),
         (["train", "--data", "swiss_roll", "--layers", "0"], "layers"),
         (["train", "--data", "swiss_roll", "--layers", "many"], "--layers"),
         (["train", "--data", "swiss_roll", "--network", "h3"], "h3"),
         (["train", "--data", "swiss_roll", "--solver", "magic"], "magic"),
-        (["train", "--data", "swiss_roll", "--resume", "--overwrite"], "give one"),
+        (
+            ["train", "--data", "swiss_roll", "--resume", "--overwrite"],
+            "give one",
+        ),
         (["train", "--nonsense"], "--nonsense"),
         (["nonsense"], "nonsense"),
         (["launch", "--data", "swiss_roll"], "--nodes"),
@@ -215,7 +261,9 @@ def test_a_killed_training_goes_on_to_the_same_bits(capsys, table):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not Path("cut/metrics.json").exists()
-    error = run(capsys, "predict", "--run", "cut", "--data", "swiss_roll", code=2)
+    error = run(
+        capsys, "predict", "--run", "cut", "--data", "swiss_roll", code=2
+    )
     assert "--resume" in error
     assert "layers" in run(
         capsys, "train", "--resume", "--out", "cut", "--layers", "9", code=2
@@ -241,7 +289,14 @@ def test_a_run_in_use_is_locked(capsys):
 
 
 def test_held_out_rows_end_a_training_and_the_best_epoch_stays(capsys):
-    more = ["--validation", "0.25", "--patience", "2", "--class-weight", "balanced"]
+    more = [
+        "--validation",
+        "0.25",
+        "--patience",
+        "2",
+        "--class-weight",
+        "balanced",
+    ]
     metrics = train(capsys, *more)
     assert metrics["validation_rows"] == 18
     assert 1 <= metrics["best_epoch"] <= metrics["epochs"]
@@ -254,7 +309,9 @@ def test_class_weights_are_a_word_or_numbers_for_names():
         TableConfig.build({**options, "class_weight": "balanced"}).weights()
         == "balanced"
     )
-    weights = TableConfig.build({**options, "class_weight": "yes=2,no=1"}).weights()
+    weights = TableConfig.build(
+        {**options, "class_weight": "yes=2,no=1"}
+    ).weights()
     assert weights == {"yes": 2.0, "no": 1.0}
     with pytest.raises(OptionError, match="yes=2,no=1"):
         TableConfig.build({**options, "class_weight": "yes=much"}).weights()
@@ -268,6 +325,8 @@ def test_help_is_quick_and_imports_no_torch(tmp_path):
     program = "import sys; from hdnn.__main__ import main; main(['train', '--help']); "
     program += "print('torch' in sys.modules)"
     command = [sys.executable, "-X", "importtime", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ
+    )
     assert "--learning-rate" in done.stdout
     assert "<bool>" not in done.stdout

@@ -95,7 +95,9 @@ def test_a_program_that_needs_a_gpu_says_so(program, monkeypatch, capsys):
 @pytest.mark.parametrize("kind", ["h1", "h2"])
 def test_the_plain_loop_computes_what_the_library_computes(program, kind):
     rivals = program("rivals")
-    tensors = [t.detach().double() for t in rivals.weights(kind, 6, 5, 7, "cpu")]
+    tensors = [
+        t.detach().double() for t in rivals.weights(kind, 6, 5, 7, "cpu")
+    ]
     ours = getattr(functional, kind)(*tensors, rivals.H)
     torch.testing.assert_close(rivals.PLAIN[kind](*tensors, rivals.H), ours)
 
@@ -127,9 +129,13 @@ def test_both_ways_of_the_rival_have_one_cost_and_gradient(program):
         net = program("control").Authors(problem, integrate)
         loss = net.loss(net(y))
         loss.backward()
-        results.append([loss.detach(), *(weight.grad for weight in net.parameters())])
+        results.append(
+            [loss.detach(), *(weight.grad for weight in net.parameters())]
+        )
     for a, b in zip(*results, strict=True):
-        assert float((a - b).norm() / b.norm()) < 1e-3  # in float32, over 100 steps
+        assert (
+            float((a - b).norm() / b.norm()) < 1e-3
+        )  # in float32, over 100 steps
 
 
 # Judges can say no
@@ -137,12 +143,17 @@ def test_both_ways_of_the_rival_have_one_cost_and_gradient(program):
 
 def test_gradients_that_are_off_are_told_from_exact_ones(program):
     gradients = program("gradients")
-    exact = [torch.ones(3, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+    exact = [
+        torch.ones(3, dtype=torch.float64),
+        torch.zeros(2, dtype=torch.float64),
+    ]
     assert gradients.off(exact, exact) == 0
-    assert gradients.off([1.5 * exact[0], exact[1]], exact) == pytest.approx(0.5)
-    assert gradients.off([torch.full((3,), float("nan")), exact[1]], exact) == float(
-        "inf"
+    assert gradients.off([1.5 * exact[0], exact[1]], exact) == pytest.approx(
+        0.5
     )
+    assert gradients.off(
+        [torch.full((3,), float("nan")), exact[1]], exact
+    ) == float("inf")
 
 
 def test_trainings_that_differ_in_one_bit_are_not_the_same(program, tmp_path):
@@ -179,7 +190,9 @@ def test_the_benchmark_of_the_engine_runs_and_writes_a_page(
     program, tmp_path, monkeypatch
 ):
     engine = program("engine")
-    monkeypatch.setattr(sys, "argv", ["engine.py", "--quick", "--out", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["engine.py", "--quick", "--out", str(tmp_path)]
+    )
     assert engine.main() == 0
     result = json.loads((tmp_path / "engine-cpu.json").read_text())
     assert all(row["ratio"] > 1 for row in result["speed"])

@@ -21,7 +21,9 @@ from hdnn.errors import DataError, OptionError, ShapeError
 seeds = st.integers(0, 10_000)
 
 
-def random_loop(seed: int, agents: int = 3, step: float = 0.2, scale: float = 1.0):
+def random_loop(
+    seed: int, agents: int = 3, step: float = 0.2, scale: float = 1.0
+):
     """Agents with random matrices and links, their states, and a source of numbers."""
     source = torch.Generator().manual_seed(seed)
 
@@ -46,12 +48,18 @@ def random_loop(seed: int, agents: int = 3, step: float = 0.2, scale: float = 1.
     with torch.no_grad():
         for weight in controller.parameters():
             weight.copy_(scale * normal(*weight.shape))
-    return control.ClosedLoop(plant, controller, step), normal(2, agents, 7), normal
+    return (
+        control.ClosedLoop(plant, controller, step),
+        normal(2, agents, 7),
+        normal,
+    )
 
 
 @settings(max_examples=15, deadline=None)
 @given(seeds, st.integers(1, 4), st.floats(0.001, 1.0), st.floats(0.01, 10.0))
-def test_the_balance_is_exact_for_any_weights_and_any_step(seed, agents, step, scale):
+def test_the_balance_is_exact_for_any_weights_and_any_step(
+    seed, agents, step, scale
+):
     loop, y, _ = random_loop(seed, agents, step, scale)
     balance = loop.balance(y, horizons=2)
     assert float(balance.violation.max()) < 1e-13
@@ -94,7 +102,9 @@ def test_chords_of_the_kernel_are_exact():
         ]:
             v = u + d
             start, end = mpmath.mpf(u), mpmath.mpf(v)
-            mean = mpmath.log(mpmath.cosh(end) / mpmath.cosh(start)) / (end - start)
+            mean = mpmath.log(mpmath.cosh(end) / mpmath.cosh(start)) / (
+                end - start
+            )
             slopes = (mpmath.tanh(end) - mean, mean - mpmath.tanh(start))
             exact = (mean, *(slope / (end - start) for slope in slopes))
             for value, want in zip(kernel._chord(u, v), exact, strict=True):
@@ -114,7 +124,9 @@ def test_steps_are_of_order_two_in_pairs():
             finer.b.copy_(controller.b[:1])
             finer.G.copy_(controller.G)
             finer.C.copy_(controller.C)
-        return control.ClosedLoop(loop.plant, finer, 0.2 / steps)(y)[-1].detach()
+        return control.ClosedLoop(loop.plant, finer, 0.2 / steps)(y)[
+            -1
+        ].detach()
 
     exact = end(256)
     errors = [float((end(steps) - exact).norm()) for steps in (16, 32)]
@@ -134,7 +146,9 @@ def test_outputs_of_robots_stay_below_the_gain():
     assert loop.gain == pytest.approx(4)
     steps = 400
     forces = (
-        torch.sin(0.1 * torch.arange(steps)).view(-1, 1, 1, 1).expand(steps, 1, 2, 2)
+        torch.sin(0.1 * torch.arange(steps))
+        .view(-1, 1, 1, 1)
+        .expand(steps, 1, 2, 2)
     )
     start = loop.start(torch.zeros(1, 2, 4))
     balance = loop.balance(start, horizons=steps, forces=forces.double())
@@ -143,7 +157,10 @@ def test_outputs_of_robots_stay_below_the_gain():
 
 def test_a_plant_that_is_not_damped_has_no_gain():
     plant = control.robots(torch.zeros(1, 2), damping=0.0)
-    assert control.ClosedLoop(plant, control.Controller(1, steps=2)).gain == math.inf
+    assert (
+        control.ClosedLoop(plant, control.Controller(1, steps=2)).gain
+        == math.inf
+    )
 
 
 @pytest.mark.parametrize("make", [control.oscillators, control.pendulums])
@@ -166,7 +183,9 @@ def test_a_coupling_that_is_given_from_the_other_end_is_the_same():
     plant = loop.plant
     C = plant.couplings
     matrices = (plant.A, plant.J, plant.R, plant.g)
-    turned = control.Plant(*matrices, a=plant.a, links=[(1, 0)], couplings=-C.mT)
+    turned = control.Plant(
+        *matrices, a=plant.a, links=[(1, 0)], couplings=-C.mT
+    )
     other = control.ClosedLoop(turned, loop.controller, loop.step)
     torch.testing.assert_close(other(y), loop(y))
 
@@ -190,7 +209,9 @@ def test_the_certificate_holds_and_says_so_in_five_lines():
 def test_a_certificate_of_values_that_are_not_finite_does_not_hold():
     loop, y, _ = random_loop(4)
     certificate = loop.certify(y)
-    broken = type(certificate)(**{**certificate.__dict__, "violation": math.nan})
+    broken = type(certificate)(
+        **{**certificate.__dict__, "violation": math.nan}
+    )
     assert not broken.holds
     assert "NOT" in str(broken)
 
@@ -210,14 +231,21 @@ def test_terms_of_the_cost_are_the_sums_of_their_definition():
     loop = problem.loop
     trajectory = loop(problem.starts(3)).detach()
     cost = control.Cost(barrier=1, state=1, effort=1, smoothness=1, end=1)
-    terms = {name: term.detach() for name, term in cost.terms(loop, trajectory).items()}
+    terms = {
+        name: term.detach()
+        for name, term in cost.terms(loop, trajectory).items()
+    }
     h = loop.step
     z = trajectory[..., :4]
     rest = torch.cat([-problem.z[:, :2], torch.zeros(12, 2)], 1)
     state = effort = barrier = 0.0
     for j in range(6):
         for s in range(3):
-            state += h * 0.95 ** (h * (5 - j)) * float((z[j, s] - rest).square().sum())
+            state += (
+                h
+                * 0.95 ** (h * (5 - j))
+                * float((z[j, s] - rest).square().sum())
+            )
             for i in range(12):
                 for k in range(i):
                     d2 = float((z[j, s, i, :2] - z[j, s, k, :2]).square().sum())
@@ -281,11 +309,15 @@ def test_a_training_takes_any_function_as_its_cost():
     problem = control.crossing(
         steps=4, cost=lambda loop, path: path[-1, ..., :2].square().mean()
     )
-    history = control.LoopTraining(problem, iterations=15, batch=2).run(progress=False)
+    history = control.LoopTraining(problem, iterations=15, batch=2).run(
+        progress=False
+    )
     assert history["cost"][-1] < history["cost"][0]
 
 
-def test_a_training_that_is_resumed_has_the_bits_of_one_that_was_not(tmp_path: Path):
+def test_a_training_that_is_resumed_has_the_bits_of_one_that_was_not(
+    tmp_path: Path,
+):
     def training(**options) -> control.LoopTraining:
         return control.LoopTraining(
             control.crossing("ring", steps=4), iterations=6, **options
@@ -315,7 +347,9 @@ def test_another_training_is_not_resumed(tmp_path: Path):
         )
     other = control.crossing(seed=1, steps=4)
     with pytest.raises(hdnn.HDNNError):
-        control.LoopTraining(other, iterations=2, folder=tmp_path / "run", resume=True)
+        control.LoopTraining(
+            other, iterations=2, folder=tmp_path / "run", resume=True
+        )
 
 
 def test_a_loop_runs_without_numba():
@@ -326,5 +360,7 @@ def test_a_loop_runs_without_numba():
         "print(problem.loop(problem.start()).shape)"
     )
     command = [sys.executable, "-c", program]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout
     assert "[3, 12, 8]" in printed

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 import hdnn
-from hdnn.data import ImageData, augment, draw, fetch, images, load_cifar10, load_mnist
+from hdnn.data import (
+    ImageData,
+    augment,
+    draw,
+    fetch,
+    images,
+    load_cifar10,
+    load_mnist,
+)
 from hdnn.errors import DataError
 
 
@@ -20,8 +28,17 @@ def pets(count=30, **changes):
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (count, 2, 4, 6), generator=generator).byte()
     t = torch.arange(count) % 3
-    values = {"mean": (0.5, 0.4), "std": (0.3, 0.2), "classes": ("cat", "dog", "fox")}
-    parts = {"images_train": pixels, "t_train": t, "images_test": pixels, "t_test": t}
+    values = {
+        "mean": (0.5, 0.4),
+        "std": (0.3, 0.2),
+        "classes": ("cat", "dog", "fox"),
+    }
+    parts = {
+        "images_train": pixels,
+        "t_train": t,
+        "images_test": pixels,
+        "t_test": t,
+    }
     return ImageData(**{"name": "pets", **parts, **values, **changes})
 
 
@@ -33,7 +50,10 @@ def test_normalised_images_have_the_mean_and_deviation_taken_off():
     torch.testing.assert_close(
         x, (data.images_train / 255 - mean) / std, rtol=1e-6, atol=1e-6
     )
-    assert data.normalised(data.images_train, torch.bfloat16).dtype == torch.bfloat16
+    assert (
+        data.normalised(data.images_train, torch.bfloat16).dtype
+        == torch.bfloat16
+    )
 
 
 def test_a_holdout_takes_its_share_of_each_class():
@@ -63,7 +83,9 @@ def test_augmented_images_are_crops_of_padded_ones():
     assert not flips.all()
     changed = augment(data.images_train, shifts, flips, pad=pad)
     padded = torch.nn.functional.pad(data.images_train, (pad,) * 4)
-    for image, source, (i, j), flip in zip(changed, padded, shifts, flips, strict=True):
+    for image, source, (i, j), flip in zip(
+        changed, padded, shifts, flips, strict=True
+    ):
         crop = source[:, i : i + 4, j : j + 6]
         assert torch.equal(image, crop.flip(2) if flip else crop)
     unmoved = torch.full((40, 2), pad)
@@ -153,7 +175,9 @@ def test_cifar_is_decoded_from_an_archive_of_images_once(tmp_path, monkeypatch):
     assert "not the original" in data.remark
     red = data.images_train[:, 0].double().mean((1, 2))
     assert (red - 25 * data.t_train).abs().max() < 8
-    monkeypatch.setattr(images, "_decoded", None)  # the second time it is in the cache
+    monkeypatch.setattr(
+        images, "_decoded", None
+    )  # the second time it is in the cache
     assert torch.equal(load_cifar10(tmp_path).images_train, data.images_train)
 
 

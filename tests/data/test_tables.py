@@ -92,9 +92,17 @@ def test_numbers_are_standardised_and_categories_have_an_input_each():
 
 
 def test_missing_values_are_filled_by_the_median_and_marked():
-    frame = pd.DataFrame({"a": [1.0, None, 3.0, 8.0], "b": ["x", None, "y", "x"]})
+    frame = pd.DataFrame(
+        {"a": [1.0, None, 3.0, 8.0], "b": ["x", None, "y", "x"]}
+    )
     encoder = Encoder.fit(frame)
-    assert encoder.names == ["a", "a is missing", "b = x", "b = y", "b is missing"]
+    assert encoder.names == [
+        "a",
+        "a is missing",
+        "b = x",
+        "b = y",
+        "b is missing",
+    ]
     assert encoder.columns[0]["fill"] == 3.0
     inputs = encoder.transform(frame)
     assert inputs[1, 1] > 0 > inputs[0, 1]
@@ -153,7 +161,9 @@ def test_identifiers_names_empty_and_constant_columns_are_left_out_with_a_note()
     encoder = Encoder.fit(frame)
     assert encoder.names == ["size"]
     assert len(encoder.notes) == 5
-    assert any("'name'" in note and "identifiers" in note for note in encoder.notes)
+    assert any(
+        "'name'" in note and "identifiers" in note for note in encoder.notes
+    )
     with pytest.raises(DataError, match="no usable column"):
         Encoder.fit(frame[["empty", "same"]])
 
@@ -163,7 +173,9 @@ def test_numbers_can_be_named_as_categories():
     encoder = Encoder.fit(frame, categorical=["year"])
     assert encoder.names == ["year = 2007", "year = 2008", "a"]
     as_floats = frame.astype({"year": float})
-    assert np.array_equal(encoder.transform(as_floats), encoder.transform(frame))
+    assert np.array_equal(
+        encoder.transform(as_floats), encoder.transform(frame)
+    )
 
 
 def test_columns_with_far_values_are_scaled_by_their_ranks():
@@ -181,12 +193,18 @@ def test_columns_with_far_values_are_scaled_by_their_ranks():
 
 
 def test_new_rows_unlike_those_learned_from_are_handled_and_named():
-    encoder = Encoder.fit(pd.DataFrame({"a": [1.0, 2.0, 4.0], "b": ["x", "y", "x"]}))
+    encoder = Encoder.fit(
+        pd.DataFrame({"a": [1.0, 2.0, 4.0], "b": ["x", "y", "x"]})
+    )
     with pytest.warns(TableWarning) as caught:
-        inputs = encoder.transform(pd.DataFrame({"a": [None, 3.0], "b": ["z", "x"]}))
+        inputs = encoder.transform(
+            pd.DataFrame({"a": [None, 3.0], "b": ["z", "x"]})
+        )
     assert np.isfinite(inputs).all()
     messages = [str(warning.message) for warning in caught]
-    assert any("column 'a': 1 rows have no value" in message for message in messages)
+    assert any(
+        "column 'a': 1 rows have no value" in message for message in messages
+    )
     assert any("'z'" in message for message in messages)
     with pytest.raises(
         DataError, match="column 'a', row 1: 'abc' is not a finite number"
@@ -227,7 +245,9 @@ def test_a_weight_of_two_is_a_row_twice():
     frame = pd.DataFrame({"a": [1.0, 2.0, 5.0], "b": ["x", "y", "y"]})
     weighted = Encoder.fit(frame, weight=np.array([2.0, 1.0, 1.0]))
     repeated = Encoder.fit(frame.iloc[[0, 0, 1, 2]])
-    np.testing.assert_allclose(weighted.transform(frame), repeated.transform(frame))
+    np.testing.assert_allclose(
+        weighted.transform(frame), repeated.transform(frame)
+    )
 
 
 # Targets
@@ -264,14 +284,18 @@ def test_the_task_is_seen_from_the_target(values, task, classes):
         (["1", "2", "x"] * 9, {"task": "regression"}, "row 3: 'x'"),
     ],
 )
-def test_a_target_that_cannot_be_learned_is_one_sentence(values, options, words):
+def test_a_target_that_cannot_be_learned_is_one_sentence(
+    values, options, words
+):
     with pytest.raises(DataError, match=words):
         Target.fit(pd.DataFrame({"t": values}), "t", **options)
 
 
 def test_a_class_that_was_not_learned_and_a_wrong_name_are_named():
     target = Target.fit(pd.DataFrame({"t": ["x", "y"] * 5}), "t")
-    with pytest.raises(DataError, match="'z', which is none of the classes x, y"):
+    with pytest.raises(
+        DataError, match="'z', which is none of the classes x, y"
+    ):
         target.encode(pd.DataFrame({"t": ["z"]}))
     with pytest.raises(DataError, match="did you mean 'target'"):
         Target.fit(pd.DataFrame({"target": [1, 2]}), "targt")
@@ -293,7 +317,12 @@ def test_class_weights_balance_or_are_named():
     labels = np.array([0, 0, 0, 1])
     balanced = tables.class_weights("balanced", labels, ["a", "b"])
     assert balanced[:3].sum() == pytest.approx(balanced[3])
-    assert tables.class_weights({"b": 5.0}, labels, ["a", "b"]).tolist() == [1, 1, 1, 5]
+    assert tables.class_weights({"b": 5.0}, labels, ["a", "b"]).tolist() == [
+        1,
+        1,
+        1,
+        5,
+    ]
     assert tables.class_weights(None, labels, ["a", "b"]) is None
     for wrong in ({"c": 1.0}, {"a": -1.0}, {"a": 0, "b": 0}, "heavy"):
         with pytest.raises(OptionError):
@@ -305,7 +334,9 @@ def test_a_million_rows_take_little_more_than_pandas_itself(tmp_path):
     import time
 
     random = np.random.default_rng(0)
-    frame = pd.DataFrame(random.normal(size=(10**5, 20)).round(6)).add_prefix("c")
+    frame = pd.DataFrame(random.normal(size=(10**5, 20)).round(6)).add_prefix(
+        "c"
+    )
     frame.to_csv(tmp_path / "t.csv", index=False)
     start = time.process_time()
     pd.read_csv(tmp_path / "t.csv")

@@ -21,7 +21,12 @@ from hdnn.distributed import (
 )
 from hdnn.distributed.plan import Halo
 from hdnn.distributed.train import entry_points
-from hdnn.errors import CheckpointError, ConvergenceError, DataError, OptionError
+from hdnn.errors import (
+    CheckpointError,
+    ConvergenceError,
+    DataError,
+    OptionError,
+)
 
 
 @st.composite
@@ -56,7 +61,11 @@ def test_a_file_gives_nodes_names_links_and_columns(tmp_path):
     graph = Graph.read(path)
     assert graph.R == [[0, 1], [0, 1, 2], [1, 2]]
     assert graph.columns == {"flow": 0, "opening": 1, "age": 1, "level": 2}
-    assert (graph.label(2), graph.key(2), graph.features) == ("tank", "node-tank", 8)
+    assert (graph.label(2), graph.key(2), graph.features) == (
+        "tank",
+        "node-tank",
+        8,
+    )
     assert Graph.of(graph.table()).table() == graph.table()
 
 
@@ -79,8 +88,14 @@ def test_a_file_gives_nodes_names_links_and_columns(tmp_path):
         ('names = ["a"]\nnodes = 2\nR = []', "there are 1 names, but 2 nodes"),
         ("nodes = 2\nR = []\nsizes = [1]", "sizes must be 2 whole numbers"),
         ("nodes = 2\nR = []\nsizes = 0", "the size of a node"),
-        ("nodes = 2\nR = []\n[columns]\nx = 0\n1 = ['x']", "gives 'x' to two nodes"),
-        ("nodes = 3\nR = [[1, 0, 0], [0, 0, 0], [0, 0, 1]]", "its own neighbour"),
+        (
+            "nodes = 2\nR = []\n[columns]\nx = 0\n1 = ['x']",
+            "gives 'x' to two nodes",
+        ),
+        (
+            "nodes = 3\nR = [[1, 0, 0], [0, 0, 0], [0, 0, 1]]",
+            "its own neighbour",
+        ),
         (
             "nodes = 3\nR = []\nT = [[1, 1, 0], [0, 1, 0], [0, 0, 1]]",
             "T must be symmetric",
@@ -144,7 +159,9 @@ def test_a_hub_of_too_many_links_is_refused_before_it_takes_all_memory():
 
 
 @given(graphs(), st.integers(1, 8))
-def test_all_processes_together_own_all_nodes_and_agree_on_messages(graph, parts):
+def test_all_processes_together_own_all_nodes_and_agree_on_messages(
+    graph, parts
+):
     parts = min(parts, graph.nodes)
     owner = partition(graph, parts)
     plans = [Plan(graph, owner, rank) for rank in range(parts)]
@@ -163,7 +180,9 @@ def test_all_processes_together_own_all_nodes_and_agree_on_messages(graph, parts
 
 
 def test_more_processes_than_nodes_are_refused():
-    with pytest.raises(OptionError, match="2 nodes cannot be shared by 3 processes"):
+    with pytest.raises(
+        OptionError, match="2 nodes cannot be shared by 3 processes"
+    ):
         partition(Graph.ring(2), 3)
 
 
@@ -177,9 +196,13 @@ def alone(graph: Graph, **options) -> GraphNetwork:
 
 @settings(max_examples=25)
 @given(
-    graphs(), st.sampled_from(["h1", "h2", "verlet", "yoshida4"]), st.integers(0, 99)
+    graphs(),
+    st.sampled_from(["h1", "h2", "verlet", "yoshida4"]),
+    st.integers(0, 99),
 )
-def test_one_process_computes_what_the_sparse_network_does(graph, network, seed):
+def test_one_process_computes_what_the_sparse_network_does(
+    graph, network, seed
+):
     net = alone(graph, network=network, layers=2, activation="softplus")
     net.reset_parameters(seed)
     whole = net.gather()
@@ -202,9 +225,13 @@ def test_double_backward_passes_through_the_layers():
 
 
 def test_the_gathered_model_predicts_what_was_measured():
-    metrics = train(Graph.ring(4), "double_moons", layers=2, epochs=2, gather=True)
+    metrics = train(
+        Graph.ring(4), "double_moons", layers=2, epochs=2, gather=True
+    )
     data = hdnn.data.planar.double_moons()
-    right = (metrics["model"].predict(data.x_test) == data.t_test).double().mean()
+    right = (
+        (metrics["model"].predict(data.x_test) == data.t_test).double().mean()
+    )
     assert metrics["test_accuracy"] == right
     assert metrics["test_accuracy"] > 0.85
     assert "model" not in train(Graph.ring(2), "double_moons", epochs=1)
@@ -221,17 +248,29 @@ def test_a_training_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     options = {"layers": 2, "epochs": 4, "batch": 1000, "gather": True}
     with pytest.raises(StopError):
         train(
-            Graph.ring(3), "double_moons", folder=tmp_path / "a", tell=stop, **options
+            Graph.ring(3),
+            "double_moons",
+            folder=tmp_path / "a",
+            tell=stop,
+            **options,
         )
     with pytest.raises(CheckpointError, match="holds a training; resume it"):
         train(Graph.ring(3), "double_moons", folder=tmp_path / "a", **options)
     other = {**options, "layers": 3}
     with pytest.raises(CheckpointError, match="another training"):
         train(
-            Graph.ring(3), "double_moons", folder=tmp_path / "a", resume=True, **other
+            Graph.ring(3),
+            "double_moons",
+            folder=tmp_path / "a",
+            resume=True,
+            **other,
         )
     two = train(
-        Graph.ring(3), "double_moons", folder=tmp_path / "a", resume=True, **options
+        Graph.ring(3),
+        "double_moons",
+        folder=tmp_path / "a",
+        resume=True,
+        **options,
     )
     one = train(Graph.ring(3), "double_moons", **options)
     assert one["history"] == two["history"]
@@ -241,18 +280,32 @@ def test_a_training_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
 
 def test_large_networks_train_the_output_layer_along():
     graph = Graph.ring(8)
-    options = {"solver": "joint", "layers": 2, "epochs": 8, "clip": None, "ridge": 0.0}
+    options = {
+        "solver": "joint",
+        "layers": 2,
+        "epochs": 8,
+        "clip": None,
+        "ridge": 0.0,
+    }
     metrics = train(graph, "double_moons", gather=True, **options)
     assert metrics["history"]["loss"][-1] < metrics["history"]["loss"][0]
     assert metrics["test_accuracy"] > 0.8
     data = hdnn.data.planar.double_moons()
-    right = (metrics["model"].predict(data.x_test) == data.t_test).double().mean()
+    right = (
+        (metrics["model"].predict(data.x_test) == data.t_test).double().mean()
+    )
     assert metrics["test_accuracy"] == right
 
 
 def test_a_training_that_diverges_says_so():
     with pytest.raises(ConvergenceError, match="not finite in epoch 1"):
-        train(Graph.ring(2), "double_moons", activation="relu", gain=1e30, epochs=1)
+        train(
+            Graph.ring(2),
+            "double_moons",
+            activation="relu",
+            gain=1e30,
+            epochs=1,
+        )
 
 
 def test_unknown_options_are_refused():
@@ -274,7 +327,9 @@ def rows(graph: Graph, classes: int, tmp_path, **more):
     t = x.sum(1) if classes == 0 else t
     places = [0, graph.sizes[0], graph.features - 1]
     for part in ("train", "test"):
-        write_nodes(tmp_path, graph, x, t, places, classes=classes, part=part, **more)
+        write_nodes(
+            tmp_path, graph, x, t, places, classes=classes, part=part, **more
+        )
     return x, t, places
 
 
@@ -282,16 +337,22 @@ def rows(graph: Graph, classes: int, tmp_path, **more):
 def test_each_node_reads_its_own_file_and_the_model_takes_rows_of_the_table(
     classes, tmp_path
 ):
-    graph = Graph(names=["a", "b", "c"], R=[["a", "b"], ["b", "c"]], sizes=[1, 2, 1])
+    graph = Graph(
+        names=["a", "b", "c"], R=[["a", "b"], ["b", "c"]], sizes=[1, 2, 1]
+    )
     x, t, places = rows(graph, classes, tmp_path)
-    metrics = train(graph, tmp_path, layers=2, epochs=5, placement=places, gather=True)
+    metrics = train(
+        graph, tmp_path, layers=2, epochs=5, placement=places, gather=True
+    )
     predicted = metrics["model"].predict(x)
     if classes == 0:
         loss = float((predicted[:, 0] - t).square().mean())
         assert metrics["test_loss"] == pytest.approx(loss, rel=1e-4)
         assert metrics["test_loss"] < 0.1
     else:
-        assert metrics["test_accuracy"] == float((predicted == t).double().mean())
+        assert metrics["test_accuracy"] == float(
+            (predicted == t).double().mean()
+        )
         assert metrics["test_accuracy"] > 0.85
 
 
@@ -315,7 +376,9 @@ def test_mistakes_in_node_files_are_sentences(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
         train(graph, tmp_path, epochs=1)
     save_file({"x": good}, path)
-    save_file({"t": torch.full((300,), 2)}, tmp_path / "train" / "labels.safetensors")
+    save_file(
+        {"t": torch.full((300,), 2)}, tmp_path / "train" / "labels.safetensors"
+    )
     with pytest.raises(DataError, match=r"whole numbers t in 0 \.\. 1"):
         train(graph, tmp_path, epochs=1)
 

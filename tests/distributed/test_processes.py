@@ -21,7 +21,17 @@ from hdnn.distributed import Graph, LostError, Messages, Plan, launch, train
 from hdnn.errors import OptionError
 
 HERE = Path(__file__).parent
-RANDOM = [[0, 3], [3, 5], [5, 1], [1, 7], [7, 2], [2, 6], [6, 4], [0, 6], [3, 7]]
+RANDOM = [
+    [0, 3],
+    [3, 5],
+    [5, 1],
+    [1, 7],
+    [7, 2],
+    [2, 6],
+    [6, 4],
+    [0, 6],
+    [3, 7],
+]
 GRAPHS = {
     "ring": Graph.ring(8),
     "random": Graph(8, R=RANDOM, sizes=[1, 2, 1, 1, 3, 1, 2, 1]),
@@ -98,13 +108,17 @@ def test_gradients_equal_those_of_one_network_and_go_to_neighbours_only(
     port = free_port()
     table = json.dumps(GRAPHS[kind].table())
     command = [str(HERE / "worker.py")]
-    processes = [start(command, size, port, rank, GRAPH=table) for rank in range(size)]
+    processes = [
+        start(command, size, port, rank, GRAPH=table) for rank in range(size)
+    ]
     for output in [ended(process) for process in processes]:
         assert "worst" in output, output
         assert float(output.split()[-1]) < 1e-12
 
 
-@pytest.mark.parametrize(("kind", "size"), [("random", 8), ("ring", 4), ("ring", 2)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("random", 8), ("ring", 4), ("ring", 2)]
+)
 def test_trained_weights_equal_those_of_one_process(kind, size, tmp_path):
     options = {**SHORT, "epochs": 2, "gather": True}
     alone = train(GRAPHS[kind], "double_moons", **options)
@@ -115,7 +129,9 @@ def test_trained_weights_equal_those_of_one_process(kind, size, tmp_path):
         folder=str(tmp_path / "run"),
         **options,
     )
-    losses = torch.tensor([alone["history"]["loss"], several["history"]["loss"]])
+    losses = torch.tensor(
+        [alone["history"]["loss"], several["history"]["loss"]]
+    )
     assert (losses[0] - losses[1]).abs().max() < 1e-12
     weights = alone["model"].net.state_dict()
     for name, weight in (
@@ -125,7 +141,9 @@ def test_trained_weights_equal_those_of_one_process(kind, size, tmp_path):
     linked = Plan(GRAPHS[kind], [0] * 8).graph.used
     if size == 8:  # one process a node: who talked to whom?
         pairs = {(i, k) for i, k, *_ in several["traffic"]}
-        assert pairs == {(i, k) for i, row in enumerate(linked) for k in row if k != i}
+        assert pairs == {
+            (i, k) for i, row in enumerate(linked) for k in row if k != i
+        }
 
 
 def children(pid: int) -> list[int]:
@@ -133,7 +151,10 @@ def children(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
+            if (
+                int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                == pid
+            ):
                 found.append(int(entry.name))
     return found
 
@@ -146,16 +167,22 @@ class Killer:
 
     def __call__(self, news: dict) -> None:
         if news["epoch"] == 2 and not self.killed:
-            [agent] = [pid for pid in children(os.getpid()) if len(children(pid)) >= 3]
+            [agent] = [
+                pid for pid in children(os.getpid()) if len(children(pid)) >= 3
+            ]
             for pid in children(agent):
                 with contextlib.suppress(OSError):
-                    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                    variables = (
+                        Path(f"/proc/{pid}/environ").read_text().split("\0")
+                    )
                     if "RANK=1" in variables:
                         os.kill(pid, signal.SIGKILL)
                         self.killed = time.monotonic()
 
 
-def test_a_launch_is_restarted_after_a_kill_to_the_same_bits(tmp_path, monkeypatch):
+def test_a_launch_is_restarted_after_a_kill_to_the_same_bits(
+    tmp_path, monkeypatch
+):
     (tmp_path / "torch.py").write_text(
         "raise SystemExit('imported from the current folder')"
     )
@@ -163,22 +190,32 @@ def test_a_launch_is_restarted_after_a_kill_to_the_same_bits(tmp_path, monkeypat
     options = {**SHORT, "epochs": 4, "gather": True}
     killer = Killer()
     metrics = launch(
-        Graph.ring(3), "double_moons", folder="run", restarts=1, tell=killer, **options
+        Graph.ring(3),
+        "double_moons",
+        folder="run",
+        restarts=1,
+        tell=killer,
+        **options,
     )
     assert killer.killed
     assert metrics["epochs"] == 4
     once = launch(Graph.ring(3), "double_moons", folder="once", **options)
     assert metrics["history"] == once["history"]
     first, second = (
-        io.load(f"{name}/model.safetensors").state_dict() for name in ("run", "once")
+        io.load(f"{name}/model.safetensors").state_dict()
+        for name in ("run", "once")
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_launch_names_the_node_that_was_killed():
     killer = Killer()
-    with pytest.raises(LostError, match=r"node 1 (was killed by signal 9|is gone)"):
-        launch(Graph.ring(3), "double_moons", tell=killer, epochs=10_000, **SHORT)
+    with pytest.raises(
+        LostError, match=r"node 1 (was killed by signal 9|is gone)"
+    ):
+        launch(
+            Graph.ring(3), "double_moons", tell=killer, epochs=10_000, **SHORT
+        )
     assert time.monotonic() - killer.killed < 30
 
 
@@ -223,11 +260,15 @@ def test_processes_of_different_trainings_say_what_differs(start):
         assert "has another network than" in ended(process)
 
 
-@pytest.mark.parametrize("entry", ["", "{", "[1, 2]", '{"graph": 3}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "entry", ["", "{", "[1, 2]", '{"graph": 3}', "[" * 100_000]
+)
 def test_a_malformed_entry_of_the_store_is_a_sentence(entry):
     plan = Plan(Graph.ring(2), [0, 1], rank=0)
     store = dist.HashStore()
     store.set("facts-1", entry)
     store.set("read-1", "")
-    with pytest.raises(OptionError, match="node 1 has another graph than node 0"):
+    with pytest.raises(
+        OptionError, match="node 1 has another graph than node 0"
+    ):
         Messages(plan, store, timeout=5.0).agree({"graph": "a"})

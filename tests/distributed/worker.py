@@ -34,14 +34,19 @@ def compare(plan: Plan, messages, network: str, frozen: bool) -> float:
     whole = randomised(net)
     net.load(whole)
     net.requires_grad_(not frozen)
-    y = torch.randn(10, plan.graph.features, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(
+        10, plan.graph.features, dtype=torch.float64, requires_grad=True
+    )
     g = torch.randn_like(y)
     own = y.detach()[:, net.positions].requires_grad_()
     out = net(own)
     out.backward(g[:, net.positions])
     expected = whole(y)
     expected.backward(g)
-    pairs = [(out, expected[:, net.positions]), (own.grad, y.grad[:, net.positions])]
+    pairs = [
+        (out, expected[:, net.positions]),
+        (own.grad, y.grad[:, net.positions]),
+    ]
     if not frozen:
         torch.optim.SGD(net.parameters(), lr=0.1).step()
         torch.optim.SGD(whole.parameters(), lr=0.1).step()
@@ -59,7 +64,8 @@ def main() -> None:
     messages = connect(plan, 60.0)
     messages.agree({})
     worst = [
-        compare(plan, messages, network, False) for network in ("h1", "h2", "yoshida4")
+        compare(plan, messages, network, False)
+        for network in ("h1", "h2", "yoshida4")
     ]
     # Nobody may wait for a process whose weights are frozen.
     worst.append(compare(plan, messages, "verlet", frozen=rank == 0))

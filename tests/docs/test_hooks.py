@@ -27,7 +27,12 @@ def build(folder: Path, hooks: str = "", plugins: str = "[]", **pages: str):
     """A small site with the strictness, the extensions and some hooks of the real one."""
     config = [
         f"INHERIT: {ROOT / 'mkdocs.yml'}",
-        *("docs_dir: pages", "site_dir: made", "nav: null", "theme: {name: mkdocs}"),
+        *(
+            "docs_dir: pages",
+            "site_dir: made",
+            "nav: null",
+            "theme: {name: mkdocs}",
+        ),
         *("extra_css: []", f"plugins: {plugins}"),
         f"hooks: [{', '.join(str(ROOT / 'docs' / 'site' / name) for name in hooks.split())}]",
     ]
@@ -53,10 +58,14 @@ def written(folder: Path, text: str) -> Path:
 
 def test_a_sound_page_is_built(tmp_path: Path):
     done = build(
-        tmp_path, "formulas.py", index="# Home\n\n[below](#here) $x^2$\n\n## Here\n"
+        tmp_path,
+        "formulas.py",
+        index="# Home\n\n[below](#here) $x^2$\n\n## Here\n",
     )
     assert done.returncode == 0, done.stderr
-    assert "<msup>" in (tmp_path / "made" / "index.html").read_text(encoding="utf-8")
+    assert "<msup>" in (tmp_path / "made" / "index.html").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +77,9 @@ def test_a_sound_page_is_built(tmp_path: Path):
         ("![gone](gone.png)", "gone.png"),
     ],
 )
-def test_a_broken_link_ends_the_build(tmp_path: Path, text: str, complaint: str):
+def test_a_broken_link_ends_the_build(
+    tmp_path: Path, text: str, complaint: str
+):
     done = build(tmp_path, index=f"# Home\n\n{text}\n")
     assert done.returncode != 0
     assert complaint in done.stderr
@@ -76,17 +87,27 @@ def test_a_broken_link_ends_the_build(tmp_path: Path, text: str, complaint: str)
 
 def test_a_reference_to_a_name_that_is_not_there_ends_the_build(tmp_path: Path):
     done = build(
-        tmp_path, plugins="[autorefs]", index="# Home\n\n[`hdnn.Nope`][hdnn.Nope]\n"
+        tmp_path,
+        plugins="[autorefs]",
+        index="# Home\n\n[`hdnn.Nope`][hdnn.Nope]\n",
     )
     assert done.returncode != 0
     assert "hdnn.Nope" in done.stderr
 
 
 def test_a_fault_in_a_tutorial_ends_the_build(tmp_path: Path):
-    page = "# One\n\n" + CELL.format("x = 0") + "\n" + CELL.format("print(x)\n1 / x")
+    page = (
+        "# One\n\n"
+        + CELL.format("x = 0")
+        + "\n"
+        + CELL.format("print(x)\n1 / x")
+    )
     done = build(tmp_path, "tutorials.py", tutorials__one=page)
     assert done.returncode != 0
-    assert "one.md, cell 2, line 9: ZeroDivisionError: division by zero" in done.stderr
+    assert (
+        "one.md, cell 2, line 9: ZeroDivisionError: division by zero"
+        in done.stderr
+    )
 
 
 def test_a_formula_that_is_none_ends_the_build(tmp_path: Path):
@@ -119,18 +140,14 @@ def test_a_page_shows_what_its_cells_printed_and_drew(tmp_path: Path):
 
 
 def test_what_other_programs_print_is_shown_too(tmp_path: Path):
-    code = (
-        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(6 * 7)'])"
-    )
+    code = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(6 * 7)'])"
     ran = tutorials.run(written(tmp_path, CELL.format(code)))
     assert ran.cells[0]["printed"] == "42\n"
 
 
 def test_cells_run_in_an_empty_folder_and_can_show_their_source(tmp_path: Path):
     function = "def f():\n    return 1\n"
-    code = (
-        f"import inspect, os\n\n{function}\nprint(os.listdir(), inspect.getsource(f))"
-    )
+    code = f"import inspect, os\n\n{function}\nprint(os.listdir(), inspect.getsource(f))"
     ran = tutorials.run(written(tmp_path, f"Words.\n\n{CELL.format(code)}"))
     assert ran.cells[0]["printed"] == "[] def f():\n    return 1\n\n"
 
@@ -154,7 +171,9 @@ def test_a_cell_that_fails_is_named(tmp_path: Path, code: str, fault: str):
 
 def test_a_page_may_not_take_long(tmp_path: Path):
     with pytest.raises(PluginError, match="to run, more than 0"):
-        tutorials.run(written(tmp_path, CELL.format("sum(range(10**6))")), limit=0.001)
+        tutorials.run(
+            written(tmp_path, CELL.format("sum(range(10**6))")), limit=0.001
+        )
 
 
 def test_a_page_that_hangs_is_given_up(tmp_path: Path):
@@ -165,7 +184,9 @@ def test_a_page_that_hangs_is_given_up(tmp_path: Path):
 
 def test_cells_are_found_with_titles_and_others_are_left_alone():
     page = '```python title="a.py"\nx = 1\n```\n\n```toml\nnot run\n```\n\n```text\nnor this\n```\n'
-    assert [(cell.code, cell.line) for cell in cells.cells(page)] == [("x = 1\n", 2)]
+    assert [(cell.code, cell.line) for cell in cells.cells(page)] == [
+        ("x = 1\n", 2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +204,11 @@ def test_a_cell_that_would_not_be_run_is_an_error(fence: str):
     with pytest.raises(ValueError, match="line 3: this cell would not be run"):
         cells.cells(f"# One\n\n{fence}\nx = 1\n")
     assert (
-        len(cells.cells("```python title='a'\nx\n```\n\n```pycon\n```\n```text\n```\n"))
+        len(
+            cells.cells(
+                "```python title='a'\nx\n```\n\n```pycon\n```\n```text\n```\n"
+            )
+        )
         == 1
     )
 
@@ -205,7 +230,8 @@ def test_a_public_name_without_a_group_ends_the_build():
         __module__ = "hdnn.newest.part"
 
     with pytest.raises(
-        PluginError, match=r"hdnn.New has no page: give hdnn.newest.part a group"
+        PluginError,
+        match=r"hdnn.New has no page: give hdnn.newest.part a group",
     ):
         reference.grouped({"hdnn.New": New})
 
@@ -221,7 +247,9 @@ def test_public_names_in_docstrings_become_links():
 
 
 def test_a_network_shows_the_options_that_it_shares():
-    shown = [given.name for given in docstrings.parameters(public.names()["hdnn.H2"])]
+    shown = [
+        given.name for given in docstrings.parameters(public.names()["hdnn.H2"])
+    ]
     assert {"features", "layers", "X", "activation"} <= {*shown}
     assert "options" not in shown
 
@@ -250,20 +278,32 @@ def test_a_star_stands_for_the_pages_that_are_not_named(tmp_path: Path):
     for name in ("index", "b", "a"):
         (tmp_path / f"{name}.md").touch()
     nav = [{"Results": ["index.md", "*.md"]}]
-    assert stars.expanded(nav, tmp_path) == [{"Results": ["index.md", "a.md", "b.md"]}]
+    assert stars.expanded(nav, tmp_path) == [
+        {"Results": ["index.md", "a.md", "b.md"]}
+    ]
 
 
 @pytest.mark.parametrize(
     ("here", "page", "link", "moved"),
     [
-        ("CHANGELOG.md", "changelog.md", "[a](docs/doctor.md#b)", "[a](doctor.md#b)"),
+        (
+            "CHANGELOG.md",
+            "changelog.md",
+            "[a](docs/doctor.md#b)",
+            "[a](doctor.md#b)",
+        ),
         (
             "docs/guides/data.md",
             "guides/data.md",
             "[a](../../README.md)",
             "[a](../index.md)",
         ),
-        ("docs/why.md", "why.md", "[a](../CONTRIBUTING.md)", "[a](contributing.md)"),
+        (
+            "docs/why.md",
+            "why.md",
+            "[a](../CONTRIBUTING.md)",
+            "[a](contributing.md)",
+        ),
         ("docs/why.md", "why.md", "[a](../tests/public.py)", "a"),
         ("docs/why.md", "why.md", "[a](https://b.c)", "[a](https://b.c)"),
         ("docs/why.md", "why.md", "[a](gone.md)", "[a](gone.md)"),

@@ -20,7 +20,9 @@ LOADED = {
     "link": "href",
     "source": "src",
 }
-SERVER_ONLY = {"404.html"}  # its links are absolute, since it answers for any address
+SERVER_ONLY = {
+    "404.html"
+}  # its links are absolute, since it answers for any address
 
 
 @dataclass
@@ -31,14 +33,20 @@ class Read(HTMLParser):
     links: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     styles: list[str] = field(default_factory=list)
-    wordless: list[str] = field(default_factory=list)  # pictures without words for them
+    wordless: list[str] = field(
+        default_factory=list
+    )  # pictures without words for them
 
     def __post_init__(self) -> None:
         super().__init__()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(
+        self, tag: str, attrs: list[tuple[str, str | None]]
+    ) -> None:
         given = {name: value or "" for name, value in attrs}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        self.anchors |= {
+            given[name] for name in ("id", "name") if name in given
+        }
         self.styles.append(given.get("style", ""))
         if tag == "img" and not given.get("alt"):
             self.wordless.append(given.get("src", ""))
@@ -64,7 +72,9 @@ def inventory(site: Path) -> dict[str, str]:
     packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     lines = zlib.decompress(packed).decode().splitlines()
     entries = [line.split(" ", 4) for line in lines]
-    return {name: address.replace("$", name) for name, _, _, address, _ in entries}
+    return {
+        name: address.replace("$", name) for name, _, _, address, _ in entries
+    }
 
 
 def test_every_public_name_is_explained(site: Path, inventory, pages):
@@ -91,7 +101,9 @@ def test_every_page_has_a_title_of_its_own(site: Path):
 
 def test_every_picture_has_words_for_those_who_cannot_see_it(pages):
     assert [
-        (path.name, page.wordless) for path, page in pages.items() if page.wordless
+        (path.name, page.wordless)
+        for path, page in pages.items()
+        if page.wordless
     ] == []
 
 
@@ -100,7 +112,8 @@ def test_no_page_loads_anything_from_elsewhere(pages):
         (path.name, address)
         for path, page in pages.items()
         for address in page.loaded
-        if urlsplit(address).scheme not in ("", "data") or address.startswith("//")
+        if urlsplit(address).scheme not in ("", "data")
+        or address.startswith("//")
     }
     assert outside == set()
 
@@ -108,7 +121,9 @@ def test_no_page_loads_anything_from_elsewhere(pages):
 def test_no_style_loads_anything_from_elsewhere(site: Path, pages):
     styles = [path.read_text(encoding="utf-8") for path in site.rglob("*.css")]
     styles += [style for page in pages.values() for style in page.styles]
-    assert [found for style in styles for found in re.findall(LOADING, style)] == []
+    assert [
+        found for style in styles for found in re.findall(LOADING, style)
+    ] == []
 
 
 LOADING = r"(?:url\(\s*['\"]?|@import\s+['\"])(?:https?:)?//[^)'\"]*"
@@ -121,7 +136,9 @@ def test_every_link_and_anchor_leads_somewhere(site: Path, pages):
             to = urlsplit(address)
             if to.scheme:
                 continue
-            target = (path.parent / unquote(to.path)).resolve() if to.path else path
+            target = (
+                (path.parent / unquote(to.path)).resolve() if to.path else path
+            )
             held = target.is_file() and target.is_relative_to(site)
             if held and to.fragment and target in pages:
                 held = unquote(to.fragment) in pages[target].anchors
@@ -132,8 +149,12 @@ def test_every_link_and_anchor_leads_somewhere(site: Path, pages):
 
 def test_every_tutorial_says_how_long_it_ran(site: Path):
     tutorials = sorted((site / "tutorials").glob("*.html"))
-    written = Path(__file__).parents[2].joinpath("docs", "tutorials").glob("*.md")
-    assert [page.stem for page in tutorials] == sorted(page.stem for page in written)
+    written = (
+        Path(__file__).parents[2].joinpath("docs", "tutorials").glob("*.md")
+    )
+    assert [page.stem for page in tutorials] == sorted(
+        page.stem for page in written
+    )
     for page in tutorials:
         assert re.search(
             r"This page was run in \d+ s", page.read_text(encoding="utf-8")
@@ -144,5 +165,6 @@ def test_formulas_are_mathml(site: Path):
     text = (site / "why.html").read_text(encoding="utf-8")
     assert text.count("<math") >= 2
     assert all(
-        "arithmatex" not in p.read_text(encoding="utf-8") for p in site.rglob("*.html")
+        "arithmatex" not in p.read_text(encoding="utf-8")
+        for p in site.rglob("*.html")
     )

@@ -49,7 +49,9 @@ def visit(browser, site: Path):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_fit_a_small_screen_in_the_dark(visit, name: str):
-    page = visit(name, viewport={"width": 375, "height": 700}, color_scheme="dark")
+    page = visit(
+        name, viewport={"width": 375, "height": 700}, color_scheme="dark"
+    )
     assert page.evaluate("document.documentElement.scrollWidth") == 375
     assert page.get_attribute("body", "data-md-color-scheme") == "slate"
 
@@ -60,9 +62,13 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "play.html"])
+@pytest.mark.parametrize(
+    "name", [name for name in PAGES if name != "play.html"]
+)
 def test_axe_finds_no_serious_fault(visit, axe, name: str, scheme: str):
-    page = visit(name, viewport={"width": 375, "height": 700}, color_scheme=scheme)
+    page = visit(
+        name, viewport={"width": 375, "height": 700}, color_scheme=scheme
+    )
     assert axe_core.grave_faults(page, axe) == []
 
 
@@ -76,7 +82,9 @@ def test_search_finds_pages_that_are_there(visit):
     page = visit("index.html")
     page.focus("input[name=query]")
     page.keyboard.type("backward_sensitivity", delay=20)
-    link = page.locator(".md-search-result__link[href*='/api/analysis.html']").first
+    link = page.locator(
+        ".md-search-result__link[href*='/api/analysis.html']"
+    ).first
     link.click()
     page.wait_for_url("**/api/analysis.html*")
     assert "Analysis" in page.inner_text("h1")
@@ -112,11 +120,11 @@ def test_the_playground_has_the_colours_that_the_reader_chose(visit):
     inside = page.locator("iframe.playground").element_handle().content_frame()
     inside.wait_for_selector("#start")
     for scheme, dark in (("default", "false"), ("slate", "true")):
-        page.locator("form[data-md-component=palette] label:not([hidden])").click()
+        page.locator(
+            "form[data-md-component=palette] label:not([hidden])"
+        ).click()
         assert page.get_attribute("body", "data-md-color-scheme") == scheme
-        expected = (
-            f"() => matchMedia('(prefers-color-scheme: dark)').matches === {dark}"
-        )
+        expected = f"() => matchMedia('(prefers-color-scheme: dark)').matches === {dark}"
         assert inside.wait_for_function(expected)
 
 

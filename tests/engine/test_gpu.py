@@ -42,7 +42,12 @@ CASES = [  # kernel, scheme, (n, r, batch, layers), options
     ("wide", "SEMI_IMPLICIT_EULER", (40, 70, 100, 3), {}),
     ("wide", "VERLET", (6, 4, 70, 2), {"V": "learned", "inverse": True}),
     ("wide", "YOSHIDA4", (34, 20, 20, 2), {"activation": "gelu"}),
-    ("wide", "FORWARD_EULER", (10, 70, 40, 3), {"V": "fixed", "activation": "relu"}),
+    (
+        "wide",
+        "FORWARD_EULER",
+        (10, 70, 40, 3),
+        {"V": "fixed", "activation": "relu"},
+    ),
     ("wide", "SEMI_IMPLICIT_EULER", (64, 31, 140, 2), {"precision": "bf16"}),
 ]
 
@@ -70,7 +75,17 @@ def largest_error(
         schemes.run, scheme, *stack, activation, inverse=inverse
     )
     rows = tuple(force.K.shape[1] for force in forces)
-    sizes = (inverse, N, batch, n, rows, (V,) * len(forces), y.dtype, y.device, True)
+    sizes = (
+        inverse,
+        N,
+        batch,
+        n,
+        rows,
+        (V,) * len(forces),
+        y.dtype,
+        y.device,
+        True,
+    )
     module = {"gpu": gpu, "wide": wide}[kernel]
     runner = module.Kernel(
         Stack(scheme, activations.get(activation), *sizes), **options
@@ -80,10 +95,18 @@ def largest_error(
         out, saved = runner.forward(y, tensors, True)
         assert torch.equal(out, runner.forward(y, tensors, False)[0])
         assert saved.numel() == module.saved_size(runner.stack)
-        g = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out).float()
-        ours = [out, *[t for t in runner.backward(saved, g, tensors) if t is not None]]
+        g = (
+            torch.linspace(-1, 1, out.numel(), dtype=torch.float64)
+            .view_as(out)
+            .float()
+        )
+        ours = [
+            out,
+            *[t for t in runner.backward(saved, g, tensors) if t is not None],
+        ]
     norms = [
-        float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)
+        float((a - b).norm() / b.norm())
+        for a, b in zip(ours, wanted, strict=True)
     ]
     return max(norms)
 

@@ -12,7 +12,9 @@ def test_a_large_buffer_is_used_again_when_no_tensor_needs_it():
     view = first[5:10]
     address = first.data_ptr()
     del first
-    assert memory.empty(2**20, torch.float32).data_ptr() != address  # the view holds it
+    assert (
+        memory.empty(2**20, torch.float32).data_ptr() != address
+    )  # the view holds it
     del view
     assert memory.empty(2**20, torch.float32).data_ptr() == address
 

@@ -29,7 +29,9 @@ ALL = [*SPLIT, schemes.FORWARD_EULER]
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-def random_stack(scheme, n=6, r=4, batch=10, N=20, *, V="same", dtype=F64, seed=0):
+def random_stack(
+    scheme, n=6, r=4, batch=10, N=20, *, V="same", dtype=F64, seed=0
+):
     """States, forces, steps, and all of them that need gradients."""
     random = torch.Generator().manual_seed(seed)
 
@@ -70,7 +72,9 @@ def assert_same(ours, wanted, tolerance):
 @pytest.mark.parametrize("V", ["same", "learned", "fixed"])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("scheme", ALL, ids=lambda scheme: scheme.name)
-def test_every_engine_and_backprop_agrees_with_the_definition(scheme, inverse, V):
+def test_every_engine_and_backprop_agrees_with_the_definition(
+    scheme, inverse, V
+):
     if inverse and not scheme.invertible:
         pytest.skip("has no inverse")
     stack = random_stack(scheme, V=V)
@@ -92,19 +96,24 @@ def test_the_kernel_knows_every_activation(activation, dtype):
         schemes.run, scheme, *random_stack(scheme), activation
     )
     stack = random_stack(scheme, dtype=dtype)
-    ours = values_and_gradients(engine.run, scheme, *stack, activation, engine="fused")
+    ours = values_and_gradients(
+        engine.run, scheme, *stack, activation, engine="fused"
+    )
     assert_same(ours, wanted, 1e-12 if dtype == F64 else 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("batch", "n", "r"), [(1, 2, 1), (17, 8, 9), (125, 16, 8), (256, 4, 2), (700, 6, 5)]
+    ("batch", "n", "r"),
+    [(1, 2, 1), (17, 8, 9), (125, 16, 8), (256, 4, 2), (700, 6, 5)],
 )
 def test_tiles_of_any_size_agree_with_the_definition(batch, n, r):
     scheme = schemes.VERLET
     stack = random_stack(scheme, n, r, batch, 3)
     wanted = values_and_gradients(schemes.run, scheme, *stack)
     assert_same(
-        values_and_gradients(engine.run, scheme, *stack, engine="fused"), wanted, 1e-12
+        values_and_gradients(engine.run, scheme, *stack, engine="fused"),
+        wanted,
+        1e-12,
     )
 
 
@@ -116,7 +125,9 @@ def test_large_stacks_on_threads_agree_with_the_definition():
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            ours = values_and_gradients(engine.run, scheme, *stack, engine="fused")
+            ours = values_and_gradients(
+                engine.run, scheme, *stack, engine="fused"
+            )
             assert_same(ours, wanted, 1e-12)
     finally:
         torch.set_num_threads(threads)
@@ -128,7 +139,9 @@ def test_nan_is_not_hidden(activation):
     y, forces, h, _ = random_stack(scheme, dtype=torch.float32)
     y = y.detach().clone()
     y[3, 2] = torch.nan
-    out = engine.run(scheme, y, forces, h, activations.get(activation), engine="fused")
+    out = engine.run(
+        scheme, y, forces, h, activations.get(activation), engine="fused"
+    )
     assert out[3].isnan().any()
     assert not out[:3].isnan().any()
 
@@ -154,14 +167,18 @@ def test_states_have_any_batch_shape(shape):
     _, forces, h, _ = random_stack(scheme)
     y = torch.ones(shape, dtype=F64)
     for name in ("auto", "fused"):
-        out = engine.run(scheme, y, forces, h, activations.get("tanh"), engine=name)
+        out = engine.run(
+            scheme, y, forces, h, activations.get("tanh"), engine=name
+        )
         assert out.shape == shape
 
 
 # Transforms of PyTorch
 
 
-@pytest.mark.parametrize("scheme", [schemes.SEMI_IMPLICIT_EULER, schemes.FORWARD_EULER])
+@pytest.mark.parametrize(
+    "scheme", [schemes.SEMI_IMPLICIT_EULER, schemes.FORWARD_EULER]
+)
 def test_transforms_and_second_derivatives_are_those_of_the_definition(scheme):
     y, forces, h, leaves = random_stack(scheme, 4, 3, 3, 4)
     tanh = activations.get("tanh")
@@ -174,9 +191,13 @@ def test_transforms_and_second_derivatives_are_those_of_the_definition(scheme):
         return schemes.run(scheme, y, forces, h, tanh)
 
     for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
-        torch.testing.assert_close(transform(run)(state), transform(definition)(state))
+        torch.testing.assert_close(
+            transform(run)(state), transform(definition)(state)
+        )
     torch.testing.assert_close(torch.func.vmap(run)(state), definition(state))
-    shifted = torch.func.vmap(lambda x: x + run(state).sum())(torch.ones(3, dtype=F64))
+    shifted = torch.func.vmap(lambda x: x + run(state).sum())(
+        torch.ones(3, dtype=F64)
+    )
     torch.testing.assert_close(shifted, definition(state).sum().expand(3) + 1)
     assert torch.autograd.gradcheck(
         run, y, check_forward_ad=True, check_batched_grad=True
@@ -208,7 +229,11 @@ def test_a_compiled_stack_is_one_operator_with_the_same_gradients(V, backprop):
 
     def backend(graph, inputs):
         graphs.append(
-            [node.target for node in graph.graph.nodes if node.op == "call_function"]
+            [
+                node.target
+                for node in graph.graph.nodes
+                if node.op == "call_function"
+            ]
         )
         return graph.forward
 
@@ -287,10 +312,15 @@ def test_gradients_of_a_state_that_is_not_finite_are_nan():
 
 def run_in_process(code: str, **environment: str) -> str:
     variables = (
-        os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"} | environment
+        os.environ
+        | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+        | environment
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=variables, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=variables,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -322,7 +352,9 @@ def test_what_cannot_run_says_so():
     tanh = activations.get("tanh")
     y, forces, h, _ = random_stack(schemes.FORWARD_EULER)
     with pytest.raises(OptionError, match="needs layers with an inverse"):
-        engine.run(schemes.FORWARD_EULER, y, forces, h, tanh, backprop="reversible")
+        engine.run(
+            schemes.FORWARD_EULER, y, forces, h, tanh, backprop="reversible"
+        )
     with pytest.raises(OptionError, match="no kernel for perceptron"):
         engine.run(schemes.PERCEPTRON, y, forces, h, tanh, engine="fused")
     with pytest.raises(OptionError, match="engine"):
@@ -341,8 +373,13 @@ def test_settings_hold_for_one_thread_and_block():
     seen = []
     with engine.use(engine="reference", backprop="checkpoint"):
         with engine.use(backprop="stored") as settings:
-            assert (settings.engine, settings.backprop) == ("reference", "stored")
-        thread = threading.Thread(target=lambda: seen.append(engine.current().engine))
+            assert (settings.engine, settings.backprop) == (
+                "reference",
+                "stored",
+            )
+        thread = threading.Thread(
+            target=lambda: seen.append(engine.current().engine)
+        )
         thread.start()
         thread.join()
         assert engine.current().backprop == "checkpoint"
@@ -366,12 +403,16 @@ def test_damaged_files_of_compiled_kernels_are_written_anew(tmp_path):
     files = [path for path in tmp_path.rglob("*.nb*") if path.is_file()]
     assert len(files) >= 4
     for path in files:
-        path.write_bytes(path.read_bytes()[:40] if path.suffix == ".nbc" else b"")
+        path.write_bytes(
+            path.read_bytes()[:40] if path.suffix == ".nbc" else b""
+        )
     assert run_in_process(ONE_CALL, NUMBA_CACHE_DIR=str(tmp_path)) == wanted
     assert all(path.stat().st_size > 40 for path in files)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "softplus", "sigmoid", "tanh"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu", "softplus", "sigmoid", "tanh"]
+)
 def test_gradients_of_huge_states_are_those_of_the_definition(activation):
     source = torch.Generator().manual_seed(0)
     y = 1e12 * torch.randn(20, 4, generator=source)
@@ -380,6 +421,8 @@ def test_gradients_of_huge_states_are_those_of_the_definition(activation):
     gradients = []
     for name in ("reference", "fused"):
         x = y.clone().requires_grad_()
-        functional.h1(x, K, b, 0.1, activation=activation, engine=name).sum().backward()
+        functional.h1(
+            x, K, b, 0.1, activation=activation, engine=name
+        ).sum().backward()
         gradients.append(x.grad)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)

@@ -31,7 +31,9 @@ def test_jobs_are_not_run_again(tmp_path):
     assert [result["value"] for _, result in results] == [0, 1, 4, 9]
 
 
-def test_a_line_that_was_cut_off_is_made_again_and_a_damaged_one_refused(tmp_path):
+def test_a_line_that_was_cut_off_is_made_again_and_a_damaged_one_refused(
+    tmp_path,
+):
     jobs = [{"x": x} for x in range(3)]
     runner.run_jobs(jobs, square, tmp_path)
     path = tmp_path / "results.jsonl"
@@ -90,15 +92,26 @@ def small(monkeypatch):
     )
     monkeypatch.setattr(planar, "EPOCHS", {"double_moons": 1})
     monkeypatch.setattr(
-        planar, "MOVED", {"double_moons": {"copies": 1, "moved": 0.1, "starts": 1}}
+        planar,
+        "MOVED",
+        {"double_moons": {"copies": 1, "moved": 0.1, "starts": 1}},
     )
     monkeypatch.setattr(planar, "TRIED", (0.8, 1.2))
     monkeypatch.setattr(planar, "ROUNDS", ((2, range(1000, 1001)),))
 
 
-def test_table_one_is_written_as_json_and_as_a_page(tmp_path, monkeypatch, capsys):
+def test_table_one_is_written_as_json_and_as_a_page(
+    tmp_path, monkeypatch, capsys
+):
     small(monkeypatch)
-    options = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--seeds", "1"]
+    options = [
+        "--out",
+        str(tmp_path),
+        "--runs",
+        str(tmp_path / "runs"),
+        "--seeds",
+        "1",
+    ]
     monkeypatch.setitem(planar.PAPER, "epochs", 1)
     assert experiments.main("table-planar", [*options, "--processes", "1"]) == 0
     result = json.loads((tmp_path / "table-planar.json").read_text())
@@ -114,15 +127,21 @@ def test_the_figure_of_gradients_shows_h2_above_one_and_the_mlp_below(
     tmp_path, monkeypatch
 ):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(planar, "WATCHED", {"H2": ("H2", 8, {}), "MLP": ("MLP", 8, {})})
+    monkeypatch.setattr(
+        planar, "WATCHED", {"H2": ("H2", 8, {}), "MLP": ("MLP", 8, {})}
+    )
     monkeypatch.setattr(planar, "SAMPLES", 20)
     options = ["--out", str(tmp_path), "--every", "400"]
     assert experiments.main("fig-gradients", options) == 0
-    networks = json.loads((tmp_path / "fig-gradients.json").read_text())["networks"]
+    networks = json.loads((tmp_path / "fig-gradients.json").read_text())[
+        "networks"
+    ]
     assert networks["H2"]["smallest"] >= 1 - 1e-9
     assert networks["MLP"]["smallest"] < 0.1
     assert (tmp_path / "fig-gradients.png").exists()
-    assert (tmp_path / "fig-gradients-h2.csv").read_text().startswith("step,layer")
+    assert (
+        (tmp_path / "fig-gradients-h2.csv").read_text().startswith("step,layer")
+    )
 
 
 def test_the_exploding_example_agrees_with_its_closed_forms(tmp_path):
@@ -162,10 +181,18 @@ def test_table_three_continues_where_it_stopped(tmp_path, monkeypatch):
     ]
     options += ["--seeds", "1", "--recipes", "paper"]
     with pytest.raises(KeyboardInterrupt):
-        experiments.main("table-mnist", [*options, "--epochs", "1", "--minutes", "0"])
+        experiments.main(
+            "table-mnist", [*options, "--epochs", "1", "--minutes", "0"]
+        )
     assert experiments.main("table-mnist", [*options, "--epochs", "1"]) == 0
     result = json.loads((tmp_path / "table-mnist.json").read_text())
-    assert [row["network"] for row in result["rows"]] == ["h1", "h2", "h2", "h2", "h2"]
+    assert [row["network"] for row in result["rows"]] == [
+        "h1",
+        "h2",
+        "h2",
+        "h2",
+        "h2",
+    ]
     assert not list((tmp_path / "runs" / "unfinished").iterdir())
 
 

@@ -72,7 +72,10 @@ WAYS = [
 def test_a_compiled_stack_has_the_same_gradients(backprop, state):
     torch._dynamo.reset()
     net, twin = made(backprop, state), made(state=state)
-    same(gradients(net, Y, torch.compile(net, backend="aot_eager")), gradients(twin, Y))
+    same(
+        gradients(net, Y, torch.compile(net, backend="aot_eager")),
+        gradients(twin, Y),
+    )
 
 
 @pytest.mark.slow
@@ -95,7 +98,9 @@ def test_modules_that_are_compiled_one_by_one_have_the_same_gradients(backprop):
 def test_a_compiled_step_of_training_has_the_same_gradients():
     torch._dynamo.reset()
     net = made("reversible")
-    step = torch.compile(lambda: net(Y).square().mean().backward(), backend="aot_eager")
+    step = torch.compile(
+        lambda: net(Y).square().mean().backward(), backend="aot_eager"
+    )
     step()
     same([p.grad for p in net.parameters()], gradients(made(), Y)[1:])
 
@@ -113,7 +118,9 @@ def process(rank, store):
     wanted, mine = gradients(made(), Y)[1:], Y.chunk(2)[rank]
     for backprop, state in WAYS[1:]:
         for options in ({}, {"static_graph": True}):
-            net = nn.parallel.DistributedDataParallel(made(backprop, state), **options)
+            net = nn.parallel.DistributedDataParallel(
+                made(backprop, state), **options
+            )
             for _ in range(2):  # buckets are sorted anew after the first step
                 net.zero_grad()
                 found = gradients(net, mine)[1:]
@@ -144,11 +151,19 @@ def process(rank, store):
 
 
 @pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    not (
+        torch.distributed.is_available()
+        and torch.distributed.is_gloo_available()
+    ),
     reason="needs gloo",
 )
-def test_two_processes_and_shards_find_the_gradients_of_the_joined_batch(tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def test_two_processes_and_shards_find_the_gradients_of_the_joined_batch(
+    tmp_path,
+):
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     program = "import sys; sys.path.insert(0, sys.argv[1]); import test_blocks_compiled as t; "
     program += "t.process(int(sys.argv[2]), sys.argv[3])"
     ranks = [

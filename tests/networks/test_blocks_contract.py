@@ -35,7 +35,9 @@ class Messages(nn.Module):
 
     def forward(self, x, edge_index):
         start, end = edge_index
-        return torch.tanh(self.linear(torch.zeros_like(x).index_add(0, end, x[start])))
+        return torch.tanh(
+            self.linear(torch.zeros_like(x).index_add(0, end, x[start]))
+        )
 
 
 class Well(nn.Module):
@@ -58,7 +60,13 @@ class Conditioned(nn.Module):
 
     def forward(self, x, c=None, extra=()):
         x = self.linear(x)
-        c = c.values() if isinstance(c, dict) else c if isinstance(c, tuple) else [c]
+        c = (
+            c.values()
+            if isinstance(c, dict)
+            else c
+            if isinstance(c, tuple)
+            else [c]
+        )
         for one in [*c, *extra]:
             x = torch.tanh(x * one)
         return x
@@ -66,7 +74,11 @@ class Conditioned(nn.Module):
 
 def mlp(drop=0.2):
     return nn.Sequential(
-        nn.LayerNorm(D), nn.Linear(D, 8), nn.GELU(), nn.Dropout(drop), nn.Linear(8, D)
+        nn.LayerNorm(D),
+        nn.Linear(D, 8),
+        nn.GELU(),
+        nn.Dropout(drop),
+        nn.Linear(8, D),
     )
 
 
@@ -92,7 +104,11 @@ KINDS = {
     "nodes": (lambda: Leapfrog(Messages()), (5, 2 * D), (EDGES,)),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
-WAYS = [("reversible", "float"), ("reversible", "fixed"), ("checkpoint", "float")]
+WAYS = [
+    ("reversible", "float"),
+    ("reversible", "fixed"),
+    ("checkpoint", "float"),
+]
 every_way = pytest.mark.parametrize(("backprop", "state"), WAYS)
 
 
@@ -117,7 +133,12 @@ def gradients(net, y, *args, loss=None, **options):
     torch.manual_seed(3)
     out = net(y, *args, **options)
     (loss or (lambda y: y.float().square().sum()))(out).backward()
-    return [out.detach(), y.grad, *(p.grad for p in net.parameters()), *net.buffers()]
+    return [
+        out.detach(),
+        y.grad,
+        *(p.grad for p in net.parameters()),
+        *net.buffers(),
+    ]
 
 
 def same(ones, others, exact=False):
@@ -131,11 +152,15 @@ def same(ones, others, exact=False):
 
 @every_way
 @every_kind
-def test_dropout_and_statistics_are_those_of_one_forward_pass(kind, backprop, state):
+def test_dropout_and_statistics_are_those_of_one_forward_pass(
+    kind, backprop, state
+):
     net, twin, y, args = both(kind, backprop=backprop, state=state)
     same(gradients(net, y, *args), gradients(twin, y, *args), state == "fixed")
     counts = [
-        b for name, b in net.named_buffers() if name.endswith("num_batches_tracked")
+        b
+        for name, b in net.named_buffers()
+        if name.endswith("num_batches_tracked")
     ]
     assert all(count == 1 for count in counts)
 
@@ -143,7 +168,9 @@ def test_dropout_and_statistics_are_those_of_one_forward_pass(kind, backprop, st
 @every_way
 @every_kind
 def test_autocast_and_scaled_losses(kind, backprop, state):
-    net, twin, y, args = both(kind, dtype=torch.float32, backprop=backprop, state=state)
+    net, twin, y, args = both(
+        kind, dtype=torch.float32, backprop=backprop, state=state
+    )
     found = []
     for one in (net, twin):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -177,8 +204,12 @@ def test_a_second_backward_pass_and_one_through_a_part(kind, backprop, state):
         )
         second = torch.autograd.grad(out.sin().sum(), inputs, retain_graph=True)
         p, q = out.chunk(2, one.dim)
-        third = torch.autograd.grad(p.square().sum(), inputs[:3], retain_graph=True)
-        fourth = torch.autograd.grad(q.square().sum(), inputs, allow_unused=True)
+        third = torch.autograd.grad(
+            p.square().sum(), inputs[:3], retain_graph=True
+        )
+        fourth = torch.autograd.grad(
+            q.square().sum(), inputs, allow_unused=True
+        )
         found.append([*first, *second, *third, *fourth])
     same(*found)
 
@@ -198,7 +229,10 @@ def test_frozen_blocks(kind, frozen, backprop, state):
             one.zero_grad()
             torch.manual_seed(3)
             one(y, *args).square().sum().backward()
-        same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+        same(
+            [p.grad for p in net.parameters()],
+            [p.grad for p in twin.parameters()],
+        )
 
 
 @every_way
@@ -249,10 +283,13 @@ def test_the_state_may_be_changed_after_the_forward_pass(kind, backprop, state):
 
 @every_way
 @every_kind
-def test_the_result_may_be_changed_before_the_backward_pass(kind, backprop, state):
+def test_the_result_may_be_changed_before_the_backward_pass(
+    kind, backprop, state
+):
     net, twin, y, args = both(kind, backprop=backprop, state=state)
     found = [
-        gradients(one, y, *args, loss=lambda y: y.mul_(2).sum()) for one in (net, twin)
+        gradients(one, y, *args, loss=lambda y: y.mul_(2).sum())
+        for one in (net, twin)
     ]
     same(*found)
 
@@ -297,10 +334,13 @@ def test_transforms_of_torch_func(kind):
     values = dict(net.named_parameters())
 
     def loss(net, values, y):
-        return torch.func.functional_call(net, values, (y, *args)).square().sum()
+        return (
+            torch.func.functional_call(net, values, (y, *args)).square().sum()
+        )
 
     one, two = (
-        torch.func.grad(lambda v, net=n: loss(net, v, y))(values) for n in (net, twin)
+        torch.func.grad(lambda v, net=n: loss(net, v, y))(values)
+        for n in (net, twin)
     )
     same(one.values(), two.values())
     same(
@@ -316,12 +356,15 @@ def test_transforms_of_torch_func(kind):
             [net(y, *args), net(2 * y, *args)],
         )
     twice = {
-        name: (2 * value.detach()).requires_grad_() for name, value in values.items()
+        name: (2 * value.detach()).requires_grad_()
+        for name, value in values.items()
     }
     found = []
     for one in (net, twin):
         out = torch.func.functional_call(one, twice, (y, *args))
-        found.append(torch.autograd.grad(out.square().sum(), list(twice.values())))
+        found.append(
+            torch.autograd.grad(out.square().sum(), list(twice.values()))
+        )
     same(*found)
 
 

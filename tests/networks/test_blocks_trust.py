@@ -14,7 +14,11 @@ from hdnn.errors import GridWarning, OptionError, ReversalWarning, ShapeError
 
 D = 4
 F64 = torch.float64
-MODES = [("reversible", "float"), ("reversible", "fixed"), ("checkpoint", "float")]
+MODES = [
+    ("reversible", "float"),
+    ("reversible", "fixed"),
+    ("checkpoint", "float"),
+]
 every_mode = pytest.mark.parametrize(("backprop", "state"), MODES)
 every_state = pytest.mark.parametrize("state", ["float", "fixed"])
 
@@ -34,7 +38,9 @@ def stack(make=mlp, blocks=3, **options):
 
 def state_of(*scales):
     torch.manual_seed(1)
-    halves = [scale * torch.randn(5, D, dtype=F64) for scale in scales or (1, 1)]
+    halves = [
+        scale * torch.randn(5, D, dtype=F64) for scale in scales or (1, 1)
+    ]
     return torch.cat(halves, -1).requires_grad_()
 
 
@@ -83,7 +89,9 @@ def test_a_gradient_field_is_the_partial_derivative_in_every_mode():
     expected = module.keys(x) + 2 * x
     results = {
         "eager": module(x.clone().requires_grad_()),
-        "compiled": torch.compile(module, backend="eager")(x.clone().requires_grad_()),
+        "compiled": torch.compile(module, backend="eager")(
+            x.clone().requires_grad_()
+        ),
         "vmap": torch.func.vmap(module)(x),
     }
     with torch.no_grad():
@@ -99,7 +107,9 @@ def test_the_jacobian_of_a_gradient_field_counts_its_arguments():
     torch.manual_seed(0)
     module, x = Attending().double(), torch.randn(D, dtype=F64)
     J = torch.autograd.functional.jacobian(module, x)
-    torch.testing.assert_close(J, module.keys.weight + 2 * torch.eye(D, dtype=F64))
+    torch.testing.assert_close(
+        J, module.keys.weight + 2 * torch.eye(D, dtype=F64)
+    )
 
 
 # Drift
@@ -107,11 +117,17 @@ def test_the_jacobian_of_a_gradient_field_counts_its_arguments():
 
 def test_dark_lines_in_an_image_are_no_drift():
     torch.manual_seed(0)
-    blocks = [Coupling(nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), dim=1)]
-    blocks += [
-        Coupling(None, nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), dim=1)
+    blocks = [
+        Coupling(nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), dim=1)
     ]
-    blocks += [Coupling(nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), dim=1)]
+    blocks += [
+        Coupling(
+            None, nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), dim=1
+        )
+    ]
+    blocks += [
+        Coupling(nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), dim=1)
+    ]
     for block in blocks:
         for weight in block.parameters():
             weight.data.mul_(30.0)
@@ -170,7 +186,9 @@ def test_the_first_block_reads_the_given_state_itself():
     """A half of zeros would cross the kink of ReLU by rounding on the way back."""
     torch.manual_seed(0)
     relu = [nn.Sequential(nn.ReLU(), nn.Linear(D, D)) for _ in range(12)]
-    net = Reversible([Coupling(None, relu[0])] + [Coupling(F, mlp()) for F in relu[1:]])
+    net = Reversible(
+        [Coupling(None, relu[0])] + [Coupling(F, mlp()) for F in relu[1:]]
+    )
     start = nn.Parameter(torch.zeros(D))
     q = torch.randn(64, D)
 
@@ -210,7 +228,9 @@ def test_states_that_are_too_small_for_the_grid_are_a_warning():
 @pytest.mark.parametrize("backprop", ["stored", "checkpoint", "reversible"])
 def test_a_state_that_leaves_the_grid_is_an_error(backprop):
     net = Reversible(
-        [Leapfrog(nn.Identity()) for _ in range(9)], state="fixed", backprop=backprop
+        [Leapfrog(nn.Identity()) for _ in range(9)],
+        state="fixed",
+        backprop=backprop,
     )
     with pytest.raises(OptionError, match="left the fixed-point grid"):
         net(torch.full((2, 4), 1e5, requires_grad=True))
@@ -235,14 +255,18 @@ class OwnDropout(nn.Module):
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
 @every_state
-def test_a_module_that_draws_differently_the_second_time_is_an_error(scale, state):
+def test_a_module_that_draws_differently_the_second_time_is_an_error(
+    scale, state
+):
     torch.manual_seed(0)
     blocks = [Coupling(OwnDropout(scale), OwnDropout(scale)) for _ in range(4)]
     net = Reversible(blocks, backprop="reversible", state=state)
     with pytest.raises(
         OptionError, match=r"of block . did not compute the same a second time"
     ):
-        net(torch.randn(32, 2 * D, requires_grad=True)).square().sum().backward()
+        net(
+            torch.randn(32, 2 * D, requires_grad=True)
+        ).square().sum().backward()
 
 
 class Other(nn.Linear):
@@ -255,7 +279,9 @@ def test_a_module_that_is_not_the_same_twice_fails_at_every_attempt(state):
     net = stack(lambda: Other(D, D), 1, backprop="reversible", state=state)
     loss = net(state_of()).square().sum()
     for _ in range(2):
-        with pytest.raises((OptionError, ReversalWarning), match="a second time"):
+        with pytest.raises(
+            (OptionError, ReversalWarning), match="a second time"
+        ):
             loss.backward(retain_graph=True)
 
 
@@ -272,7 +298,9 @@ def test_weights_of_spectral_norm_that_move_in_each_call_are_found_on_the_grid()
 
 
 @every_mode
-def test_lazy_modules_draw_the_dropout_of_their_first_call_again(backprop, state):
+def test_lazy_modules_draw_the_dropout_of_their_first_call_again(
+    backprop, state
+):
     def lazy():
         return nn.Sequential(nn.LazyLinear(D), nn.Dropout(0.5))
 
@@ -287,7 +315,9 @@ def test_lazy_modules_draw_the_dropout_of_their_first_call_again(backprop, state
         net(y).square().sum().backward()
         return y.grad
 
-    torch.testing.assert_close(first_gradient(backprop), first_gradient("stored"))
+    torch.testing.assert_close(
+        first_gradient(backprop), first_gradient("stored")
+    )
 
 
 # Changes in place
@@ -300,14 +330,17 @@ def test_weights_that_change_before_the_backward_pass_are_an_error(state):
     with torch.no_grad():
         net[1].F[1].weight.mul_(1 + 1e-9)
     with pytest.raises(
-        OptionError, match=r"weights of F of block 1 changed .* optimiser's step"
+        OptionError,
+        match=r"weights of F of block 1 changed .* optimiser's step",
     ):
         loss.backward()
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
 @pytest.mark.parametrize("backprop", ["checkpoint", "reversible"])
-def test_weights_that_change_between_two_backward_passes_are_an_error(backprop, blocks):
+def test_weights_that_change_between_two_backward_passes_are_an_error(
+    backprop, blocks
+):
     net = stack(lambda: nn.Linear(D, D), blocks, backprop=backprop)
     loss = net(state_of()).square().sum()
     loss.backward(retain_graph=True)
@@ -321,7 +354,9 @@ def test_weights_that_change_between_two_backward_passes_are_an_error(backprop, 
 @pytest.mark.parametrize("backprop", ["checkpoint", "reversible"])
 @every_state
 def test_a_module_that_writes_into_its_input_is_an_error(backprop, state):
-    net = Reversible([Coupling(nn.ReLU(inplace=True))], backprop=backprop, state=state)
+    net = Reversible(
+        [Coupling(nn.ReLU(inplace=True))], backprop=backprop, state=state
+    )
     with pytest.raises(
         OptionError, match=r"of block 0 changed its input in place.*inplace=F"
     ):
@@ -344,7 +379,9 @@ class Emptied(nn.Linear):
 @every_state
 def test_a_module_that_overwrites_what_its_gradient_needs_is_an_error(state):
     net = stack(lambda: Emptied(D, D), 1, backprop="reversible", state=state)
-    with pytest.raises(OptionError, match="changes in place what its own gradient"):
+    with pytest.raises(
+        OptionError, match="changes in place what its own gradient"
+    ):
         net(state_of()).sum().backward()
 
 
@@ -369,9 +406,13 @@ def test_a_counter_in_a_buffer_counts_once(backprop, state):
 
 
 @every_mode
-def test_modes_and_frozen_weights_may_change_before_the_backward_pass(backprop, state):
+def test_modes_and_frozen_weights_may_change_before_the_backward_pass(
+    backprop, state
+):
     def dropping():
-        return nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.5))
+        return nn.Sequential(
+            nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.5)
+        )
 
     results = []
     for mode in ("stored", backprop):
@@ -384,7 +425,9 @@ def test_modes_and_frozen_weights_may_change_before_the_backward_pass(backprop, 
         loss.backward()
         assert not net.training
         net.requires_grad_(True)
-        results.append([y.grad, *(p.grad for p in net.parameters()), *net.buffers()])
+        results.append(
+            [y.grad, *(p.grad for p in net.parameters()), *net.buffers()]
+        )
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -395,9 +438,14 @@ def test_functional_call_has_the_gradients_of_its_own_weights(backprop, state):
     for mode in ("stored", backprop):
         net = stack(backprop=mode, state=state)
         weights = {
-            n: (2 * p).detach().requires_grad_() for n, p in net.named_parameters()
+            n: (2 * p).detach().requires_grad_()
+            for n, p in net.named_parameters()
         }
-        loss = torch.func.functional_call(net, weights, (state_of(),)).square().sum()
+        loss = (
+            torch.func.functional_call(net, weights, (state_of(),))
+            .square()
+            .sum()
+        )
         results.append(torch.autograd.grad(loss, list(weights.values())))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
@@ -420,7 +468,9 @@ def test_arguments_may_come_in_containers_and_have_gradients(backprop, state):
     found = torch.autograd.grad(loss, [a, shift])
     net.backprop = "stored"
     loss = net(y, (a, {"b": b}), shift=shift).square().sum()
-    for one, two in zip(found, torch.autograd.grad(loss, [a, shift]), strict=True):
+    for one, two in zip(
+        found, torch.autograd.grad(loss, [a, shift]), strict=True
+    ):
         torch.testing.assert_close(one, two)
 
 
@@ -449,7 +499,10 @@ def test_memory_does_not_grow_with_depth(state):
                 for t in out if isinstance(out, (tuple, list)) else [out]:
                     if isinstance(t, torch.Tensor):
                         storage = t.untyped_storage()
-                        sizes[storage._cdata] = (weakref.ref(t), storage.nbytes())
+                        sizes[storage._cdata] = (
+                            weakref.ref(t),
+                            storage.nbytes(),
+                        )
                 return out
 
         y = torch.randn(128, 128, requires_grad=True)
@@ -471,7 +524,9 @@ def test_several_backward_passes_and_gradients_of_gradients(state):
     net, y = stack(backprop="reversible", state=state), state_of()
     loss = net(y).square().sum()
     first = torch.autograd.grad(loss, [y, *net.parameters()], retain_graph=True)
-    second = torch.autograd.grad(loss, [y, *net.parameters()], create_graph=True)
+    second = torch.autograd.grad(
+        loss, [y, *net.parameters()], create_graph=True
+    )
     third = torch.autograd.grad(
         sum(g.square().sum() for g in second), [*net.parameters()]
     )
@@ -496,14 +551,26 @@ def test_several_backward_passes_and_gradients_of_gradients(state):
     ("make", "error", "text"),
     [
         (lambda: Leapfrog(None), OptionError, "F must be an nn.Module"),
-        (lambda: Leapfrog(nn.Linear(2, 2), h=0.0), ValueError, "h must be .*> 0"),
+        (
+            lambda: Leapfrog(nn.Linear(2, 2), h=0.0),
+            ValueError,
+            "h must be .*> 0",
+        ),
         (
             lambda: GradientField(nn.Linear(2, 1), scale=float("nan")),
             OptionError,
             "finite",
         ),
-        (lambda: Reversible([nn.Linear(2, 2)]), OptionError, "block 0 is a Linear"),
-        (lambda: Reversible([], backprop="fast"), OptionError, "'fast' is not known"),
+        (
+            lambda: Reversible([nn.Linear(2, 2)]),
+            OptionError,
+            "block 0 is a Linear",
+        ),
+        (
+            lambda: Reversible([], backprop="fast"),
+            OptionError,
+            "'fast' is not known",
+        ),
         (
             lambda: Reversible([Coupling(None), Coupling(None, dim=1)]),
             OptionError,
@@ -519,7 +586,11 @@ def test_several_backward_passes_and_gradients_of_gradients(state):
             ShapeError,
             "no axis 2",
         ),
-        (lambda: Coupling(nn.Linear(2, 2))([1.0, 2.0]), ShapeError, "but got list"),
+        (
+            lambda: Coupling(nn.Linear(2, 2))([1.0, 2.0]),
+            ShapeError,
+            "but got list",
+        ),
         (
             lambda: Coupling(nn.Linear(2, 3))(torch.randn(2, 4)),
             ShapeError,
@@ -558,5 +629,7 @@ def test_a_subclass_that_computes_something_else_has_no_guarantee():
     assert not Shrinking(mlp()).guarantee().holds
     net = Reversible([Coupling(mlp()), Shrinking(mlp())])
     assert not net.guarantee().holds
-    field = GradientField(nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 1)))
+    field = GradientField(
+        nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 1))
+    )
     assert "symplectic" in Leapfrog(field).guarantee().theorem

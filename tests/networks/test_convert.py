@@ -13,7 +13,10 @@ def test_an_encoder_inside_of_a_model_is_converted():
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.encoder = nn.Embedding(7, 8), encoder(batch_first=False)
+            self.embed, self.encoder = (
+                nn.Embedding(7, 8),
+                encoder(batch_first=False),
+            )
 
         def forward(self, x):
             return self.encoder(self.embed(x)).mean(0)
@@ -46,7 +49,8 @@ def test_gpt2_generates_with_its_cache():
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     options["attention_mask"] = torch.ones_like(words)
     texts = [
-        new.generate(words, use_cache=cached, **options) for cached in (True, False)
+        new.generate(words, use_cache=cached, **options)
+        for cached in (True, False)
     ]
     assert torch.equal(*texts)
     with torch.no_grad():
@@ -60,7 +64,9 @@ def test_gpt2_with_cross_attention_has_gradients_for_what_it_looks_at():
     gradients = []
     for backprop in ("stored", "reversible"):
         new = hdnn.to_reversible(model, backprop=backprop)
-        seen = torch.ones(2, 3, 8, dtype=torch.float64).cumsum(1).requires_grad_()
+        seen = (
+            torch.ones(2, 3, 8, dtype=torch.float64).cumsum(1).requires_grad_()
+        )
         called(new, encoder_hidden_states=seen).square().sum().backward()
         gradients.append(seen.grad)
     torch.testing.assert_close(*gradients)
@@ -75,7 +81,10 @@ def test_models_that_cannot_be_converted_get_one_sentence():
         Odd(8, 2, norm_first=True), 2, enable_nested_tensor=False
     )
     for model, text in (
-        (encoder(norm_first=False), "normalise after each sum .norm_first=False."),
+        (
+            encoder(norm_first=False),
+            "normalise after each sum .norm_first=False.",
+        ),
         (odd, "Odd has a forward of its own"),
         (nn.Linear(2, 2), "Linear has no stack of blocks that is known"),
         (encoder(0), "there are none"),
@@ -88,5 +97,7 @@ def test_models_that_cannot_be_converted_get_one_sentence():
 def test_vision_transformers_of_other_blocks_get_one_sentence():
     blocks = pytest.importorskip("timm.models.vision_transformer")
     for block in (blocks.ResPostBlock, blocks.ParallelThingsBlock):
-        with pytest.raises(OptionError, match=f"{block.__name__} is not timm's Block"):
+        with pytest.raises(
+            OptionError, match=f"{block.__name__} is not timm's Block"
+        ):
             hdnn.to_reversible(vision(block_fn=block, init_values=None))

@@ -19,7 +19,9 @@ norms = pytest.mark.parametrize("norm", ["none", "inside"])
 
 
 def normal(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=F64
+    )
 
 
 def unit_of(network, *, channels=4, layers=3, seed=0, scale=1.0, **options):
@@ -49,9 +51,17 @@ def definition(unit, y, steps, training=False):
         K, b = unit.weight("K" + half)[j], unit.weight("b" + half)[j]
         x = F.conv2d(s, K, b, **options)
         if unit.norm == "inside":
-            mean, var = getattr(unit, "mean" + half)[j], getattr(unit, "var" + half)[j]
-            affine = getattr(unit, "gamma" + half)[j], getattr(unit, "beta" + half)[j]
-            x = F.batch_norm(x, mean.clone(), var.clone(), *affine, training=training)
+            mean, var = (
+                getattr(unit, "mean" + half)[j],
+                getattr(unit, "var" + half)[j],
+            )
+            affine = (
+                getattr(unit, "gamma" + half)[j],
+                getattr(unit, "beta" + half)[j],
+            )
+            x = F.batch_norm(
+                x, mean.clone(), var.clone(), *affine, training=training
+            )
         return F.conv_transpose2d(sigma(x), K, **options)
 
     for j, h in enumerate(steps):
@@ -68,11 +78,20 @@ def definition(unit, y, steps, training=False):
 @both
 @norms
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("kernel", "padding"), [(1, None), (3, None), (3, 0), (3, 2)])
+@pytest.mark.parametrize(
+    ("kernel", "padding"), [(1, None), (3, None), (3, 0), (3, 2)]
+)
 @pytest.mark.parametrize("training", [True, False])
-def test_a_unit_is_its_definition(network, norm, groups, kernel, padding, training):
+def test_a_unit_is_its_definition(
+    network, norm, groups, kernel, padding, training
+):
     steps = [0.1, 0.2, 0.3]
-    options = {"norm": norm, "groups": groups, "kernel": kernel, "padding": padding}
+    options = {
+        "norm": norm,
+        "groups": groups,
+        "kernel": kernel,
+        "padding": padding,
+    }
     unit, y = unit_of(network, step=steps, **options).train(training), image()
     expected = definition(unit, y, steps, training)
     states = unit.trajectory(y)
@@ -83,7 +102,11 @@ def test_a_unit_is_its_definition(network, norm, groups, kernel, padding, traini
 
 def jacobian(unit, y):
     """dy_N/dy_0 in denominator layout, p before q."""
-    return torch.autograd.functional.jacobian(unit, y).reshape(y.numel(), y.numel()).mT
+    return (
+        torch.autograd.functional.jacobian(unit, y)
+        .reshape(y.numel(), y.numel())
+        .mT
+    )
 
 
 @given(
@@ -121,7 +144,9 @@ def test_an_h2_unit_is_symplectic_and_undone_by_its_inverse(
     st.sampled_from(["tanh", "relu", "softplus"]),
 )
 def test_the_gradients_of_an_h1_unit_do_not_vanish(seed, N, scale, activation):
-    unit = unit_of("h1", layers=N, seed=seed, scale=scale, activation=activation)
+    unit = unit_of(
+        "h1", layers=N, seed=seed, scale=scale, activation=activation
+    )
     unit.requires_grad_(False)
     Phi = jacobian(unit, image(size=3, batch=1, seed=seed))
     assert unit.guarantee().holds
@@ -131,7 +156,9 @@ def test_the_gradients_of_an_h1_unit_do_not_vanish(seed, N, scale, activation):
 
 def test_what_is_promised_depends_on_the_network_the_activation_and_the_normalisation():
     def holds(network, **options):
-        return HamiltonianUnit(4, 2, network=network, **options).guarantee().holds
+        return (
+            HamiltonianUnit(4, 2, network=network, **options).guarantee().holds
+        )
 
     assert holds("h1", activation="relu")
     assert not holds("h1", activation="gelu")
@@ -148,7 +175,9 @@ def test_what_is_promised_depends_on_the_network_the_activation_and_the_normalis
     unit = unit_of(
         "h2", norm="inside"
     )  # in training the batch has determinant 1, no sample has
-    J = torch.autograd.functional.jacobian(unit, image(size=2, batch=3)).reshape(48, 48)
+    J = torch.autograd.functional.jacobian(
+        unit, image(size=2, batch=3)
+    ).reshape(48, 48)
     assert abs(torch.linalg.slogdet(J).logabsdet) < 1e-9
 
 
@@ -169,7 +198,9 @@ def results(unit, y, backprop):
 @both
 @pytest.mark.parametrize("norm", ["none", "inside", "both"])
 @pytest.mark.parametrize("drop", [0.0, 0.3])
-def test_gradients_and_statistics_are_the_same_in_every_mode(network, norm, drop):
+def test_gradients_and_statistics_are_the_same_in_every_mode(
+    network, norm, drop
+):
     unit, y = unit_of(network, layers=5, norm=norm, drop=drop), image(batch=4)
     modes = ["checkpoint"] + ["reversible"] * (network == "h2")
     expected = results(unit, y, "stored")
@@ -239,7 +270,10 @@ def test_jacobians_by_torch_func():
 
 
 def test_running_statistics_are_those_of_batch_normalisation():
-    unit, y = unit_of("h2", norm="inside", layers=1), image(batch=3).requires_grad_()
+    unit, y = (
+        unit_of("h2", norm="inside", layers=1),
+        image(batch=3).requires_grad_(),
+    )
     norm = torch.nn.BatchNorm2d(2, dtype=F64)
     norm.load_state_dict(
         {"running_mean": unit.mean_q[0], "running_var": unit.var_q[0]}, False
@@ -306,7 +340,9 @@ def test_channels_last_and_autocast_change_little(network, norm):
     unit, y = unit_of(network, norm=norm, dtype=torch.float32), image().float()
     expected = copy.deepcopy(unit)(y)
     last = copy.deepcopy(unit).to(memory_format=torch.channels_last)
-    torch.testing.assert_close(last(y.to(memory_format=torch.channels_last)), expected)
+    torch.testing.assert_close(
+        last(y.to(memory_format=torch.channels_last)), expected
+    )
     with torch.autocast("cpu", torch.bfloat16):
         out = copy.deepcopy(unit)(y)
     assert out.dtype == torch.float32
@@ -315,7 +351,9 @@ def test_channels_last_and_autocast_change_little(network, norm):
 
 @both
 @norms
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)
 def test_units_compile_into_one_graph(network, norm):
     torch._dynamo.reset()
     unit, y = unit_of(network, norm=norm, drop=0.3), image()
@@ -336,15 +374,22 @@ def test_units_compile_into_one_graph(network, norm):
 @both
 def test_one_seed_is_one_unit_in_every_dtype(network):
     def make(dtype, seed=0):
-        options = {"generator": torch.Generator().manual_seed(seed), "dtype": dtype}
+        options = {
+            "generator": torch.Generator().manual_seed(seed),
+            "dtype": dtype,
+        }
         return HamiltonianUnit(
             4, 2, network=network, init="paper", **options
         ).state_dict()
 
-    for a, b in zip(make(F64).values(), make(torch.float32).values(), strict=True):
+    for a, b in zip(
+        make(F64).values(), make(torch.float32).values(), strict=True
+    ):
         assert torch.equal(a, b.double())
     unit = HamiltonianUnit(4, 2, network=network, device="meta", norm="inside")
-    unit.to_empty(device="cpu").reset_parameters(torch.Generator().manual_seed(0))
+    unit.to_empty(device="cpu").reset_parameters(
+        torch.Generator().manual_seed(0)
+    )
     assert unit(image().float()).isfinite().all()
 
 

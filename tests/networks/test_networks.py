@@ -21,12 +21,17 @@ EVERY = pytest.mark.parametrize("name", BY_NAME)
 
 def make(name, **options):
     generator = torch.Generator().manual_seed(0)
-    return BY_NAME[name](4, 3, generator=generator, dtype=torch.float64, **options)
+    return BY_NAME[name](
+        4, 3, generator=generator, dtype=torch.float64, **options
+    )
 
 
 def states(*batch, n=4):
     return torch.randn(
-        *batch, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        *batch,
+        n,
+        generator=torch.Generator().manual_seed(1),
+        dtype=torch.float64,
     )
 
 
@@ -40,7 +45,10 @@ def states(*batch, n=4):
         (lambda: hdnn.HamiltonianNet(5, 3, "midpoint"), "skew-symmetric J"),
         (lambda: hdnn.H2(4, 3, X=torch.eye(3)), "X must be a real tensor"),
         (lambda: hdnn.H2(4, 3, X=np.eye(2)), "X must be a real tensor"),
-        (lambda: hdnn.H1(4, 3, J=torch.zeros(2, 4, 4)), "J must be a real tensor"),
+        (
+            lambda: hdnn.H1(4, 3, J=torch.zeros(2, 4, 4)),
+            "J must be a real tensor",
+        ),
         (lambda: hdnn.H2(4, 3, dtype=torch.int64), "floating-point"),
         (lambda: hdnn.H2(4, 3)(torch.randn(2, 5)), "features=5"),
         (lambda: hdnn.H2(4, 3)(torch.randn(2, 4).double()), "float64"),
@@ -66,18 +74,26 @@ def test_shapes_that_do_not_fit_are_refused(wrong, words):
         (lambda: hdnn.HamiltonianNet(4, 3, "verlte"), "verlet"),
         (lambda: hdnn.H1(4, 3, J=torch.eye(4)), "skew-symmetric"),
         (lambda: hdnn.H2(4, 3, X=torch.full((2, 2), torch.nan)), "NaN"),
-        (lambda: hdnn.H2(4, 3, J=torch.zeros(4, 4)), "takes X and learn_X only"),
+        (
+            lambda: hdnn.H2(4, 3, J=torch.zeros(4, 4)),
+            "takes X and learn_X only",
+        ),
         (lambda: hdnn.H1(4, 3, learn_X=True), "takes J and learn_J only"),
         (lambda: hdnn.H2(4, 3, tol=1e-3), "explicit"),
         (lambda: hdnn.ImplicitH2(4, 3, engine="fused"), "layer by layer"),
         (
-            lambda: hdnn.H2(4, 3, tied=True, learn_step=True, step=[0.1, 0.2, 0.3]),
+            lambda: hdnn.H2(
+                4, 3, tied=True, learn_step=True, step=[0.1, 0.2, 0.3]
+            ),
             "tied",
         ),
         (lambda: hdnn.MLP(4, 3).refine(2), "no discretised ODE"),
         (lambda: hdnn.MLP(4, 3).J, "no discretised Hamiltonian ODE"),
         (lambda: hdnn.MS2(3, 3).J, "odd"),
-        (lambda: hdnn.H1(4, 3).inverse(torch.randn(2, 4)), "no explicit inverse"),
+        (
+            lambda: hdnn.H1(4, 3).inverse(torch.randn(2, 4)),
+            "no explicit inverse",
+        ),
         (lambda: hdnn.H1(4, 3).shear_norms(), "not shears"),
     ],
 )
@@ -95,7 +111,9 @@ def test_a_step_that_requires_a_gradient_is_refused_rather_than_detached():
     step = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
     with pytest.raises(OptionError, match="learn_step=True"):
         hdnn.H2(4, 3, step=step)
-    assert hdnn.H2(4, 3, step=step.detach()).step == pytest.approx((0.1, 0.2, 0.3))
+    assert hdnn.H2(4, 3, step=step.detach()).step == pytest.approx(
+        (0.1, 0.2, 0.3)
+    )
     assert hdnn.H2(4, 3, step=np.array([0.5, 0.5, 0.5])).T == 1.5
 
 
@@ -117,7 +135,9 @@ def test_learned_steps_stay_positive_and_start_as_given():
 
 def test_first_weights_are_those_of_the_paper_or_scaled():
     scaled = hdnn.H2(400, 2)
-    assert float(scaled.K_p.detach().std()) == pytest.approx(400**-0.5, rel=0.05)
+    assert float(scaled.K_p.detach().std()) == pytest.approx(
+        400**-0.5, rel=0.05
+    )
     assert not scaled.b_p.any()
     paper = hdnn.H2(400, 2, init="paper")
     assert float(paper.K_p.detach().std()) == pytest.approx(1, rel=0.05)
@@ -163,7 +183,9 @@ def test_layers_can_be_run_alone_in_slices_and_looked_at(name):
     torch.testing.assert_close(net[1](path[1]), path[2])
     torch.testing.assert_close(net[1:](path[1]), path[3])
     torch.testing.assert_close(net[-2:].trajectory(path[1]), path[1:])
-    torch.testing.assert_close(net.run_layers(y, slice(0, 3, 2)), net[2](net[0](y)))
+    torch.testing.assert_close(
+        net.run_layers(y, slice(0, 3, 2)), net[2](net[0](y))
+    )
     torch.testing.assert_close(net[3:](y), y)
     assert [layer.index for layer in net] == [0, 1, 2]
     assert len(net) == 3
@@ -274,9 +296,14 @@ def test_a_learned_X_has_the_pattern_T():
         lambda: hdnn.H2(6, 2, sparsity=RING),
         lambda: hdnn.H2(8, 2, sparsity=RING.expand(3, 4, 4)),
         lambda: hdnn.H2(
-            8, 2, X=torch.ones(4, 4), sparsity=hdnn.Sparsity(RING, T=torch.eye(4))
+            8,
+            2,
+            X=torch.ones(4, 4),
+            sparsity=hdnn.Sparsity(RING, T=torch.eye(4)),
         ),
-        lambda: hdnn.ImplicitH2(8, 2, sparsity=hdnn.Sparsity(torch.eye(4), S=RING)),
+        lambda: hdnn.ImplicitH2(
+            8, 2, sparsity=hdnn.Sparsity(torch.eye(4), S=RING)
+        ),
     ],
 )
 def test_patterns_that_do_not_fit_are_refused(wrong):
@@ -300,8 +327,12 @@ class Named(hdnn.H2):
 @pytest.mark.parametrize(
     "register",
     [
-        lambda net: net.register_full_backward_hook(lambda m, i, o: (0.1 * i[0],)),
-        lambda net: net.register_full_backward_pre_hook(lambda m, o: (0.1 * o[0],)),
+        lambda net: net.register_full_backward_hook(
+            lambda m, i, o: (0.1 * i[0],)
+        ),
+        lambda net: net.register_full_backward_pre_hook(
+            lambda m, o: (0.1 * o[0],)
+        ),
         lambda net: net.register_forward_hook(lambda m, i, o: 0.1 * o),
         lambda net: net.register_forward_pre_hook(lambda m, i: (0.1 * i[0],)),
     ],
@@ -342,7 +373,9 @@ def test_jacobians_of_a_subclass_are_those_of_its_own_layer():
 
 
 def test_guarantees_follow_the_scheme_and_the_activation():
-    holding = {name: make(name, activation="sin").guarantee().holds for name in BY_NAME}
+    holding = {
+        name: make(name, activation="sin").guarantee().holds for name in BY_NAME
+    }
     assert holding == {
         **dict.fromkeys(BY_NAME, True),
         **dict.fromkeys(("h1", "ms2", "mlp", "discrete_gradient"), False),
@@ -351,7 +384,9 @@ def test_guarantees_follow_the_scheme_and_the_activation():
 
 
 def test_shear_norms_bound_every_shear():
-    net = hdnn.H2(4, 3, X=torch.randn(2, 2).double(), dtype=torch.float64, init="paper")
+    net = hdnn.H2(
+        4, 3, X=torch.randn(2, 2).double(), dtype=torch.float64, init="paper"
+    )
     norms = net.shear_norms()
     assert norms.shape == (6,)
     path = net.trajectory(states(50))
@@ -367,7 +402,9 @@ def test_smoothness_is_the_regulariser_of_the_paper():
     for j, h in ((1, 0.2), (2, 0.3)):
         for stack in net.stacks():
             expected += (
-                0.5 * h * float((stack[j] - stack[j - 1]).detach().square().sum())
+                0.5
+                * h
+                * float((stack[j] - stack[j - 1]).detach().square().sum())
             )
     assert float(net.smoothness().detach()) == pytest.approx(expected)
     ms1 = hdnn.MS1(4, 2, step=2.0)
@@ -442,5 +479,7 @@ def test_a_layer_that_cannot_be_solved_says_so():
 def test_an_mlp_can_be_trained_by_fit_although_it_has_no_step():
     model = hdnn.Model(None, hdnn.MLP(4, 2), hdnn.SigmoidHead(4))
     t = torch.tensor([0, 1] * 10)
-    history = hdnn.training.fit(model, torch.randn(20, 4), t, epochs=2, progress=False)
+    history = hdnn.training.fit(
+        model, torch.randn(20, 4), t, epochs=2, progress=False
+    )
     assert history is not None

@@ -23,7 +23,9 @@ def written(ax, path):
 def model():
     generator = torch.Generator().manual_seed(0)
     net = hdnn.H2(4, 8, generator=generator)
-    return hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator))
+    return hdnn.Model(
+        hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator)
+    )
 
 
 def test_a_history_has_loss_and_wrong_labels_on_a_log_scale(tmp_path):
@@ -42,12 +44,14 @@ def test_a_history_has_loss_and_wrong_labels_on_a_log_scale(tmp_path):
         "wrong labels, test",
     ]
     assert ax.get_yscale() == "log"
-    assert np.isnan(ax.lines[2].get_ydata()[-1])  # zero mistakes have no logarithm
+    assert np.isnan(
+        ax.lines[2].get_ydata()[-1]
+    )  # zero mistakes have no logarithm
     assert written(ax, tmp_path)
     regression = History(loss=[1.0, 0.5], accuracy=[float("nan")] * 2)
-    assert plotting.training_history(regression).get_legend_handles_labels()[1] == [
-        "loss"
-    ]
+    assert plotting.training_history(regression).get_legend_handles_labels()[
+        1
+    ] == ["loss"]
 
 
 def test_decision_regions_mark_wrong_points(tmp_path):
@@ -64,7 +68,9 @@ def test_norms_of_an_h2_do_not_fall_below_one(tmp_path):
     net = hdnn.H2(
         4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    Phi = analysis.backward_sensitivity(net, torch.randn(10, 4, dtype=torch.float64))
+    Phi = analysis.backward_sensitivity(
+        net, torch.randn(10, 4, dtype=torch.float64)
+    )
     ax = plotting.sensitivity_norms(analysis.norms(Phi))
     smallest = next(line for line in ax.lines if line.get_label() == "smallest")
     assert min(smallest.get_ydata()) >= 1 - 1e-9

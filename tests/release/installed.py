@@ -33,7 +33,15 @@ def by_pip(folder: Path, wheel: Path) -> Path:
     """Install torch by its pin and then the wheel, as `make` does; the Python of the result."""
     venv.create(folder, with_pip=True)
     python = python_of(folder)
-    install = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
+    install = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "-c",
+        ROOT / "constraints.txt",
+    ]
     run(*install, "torch")
     run(*install, wheel)
     run(python, "-m", "pip", "check")
@@ -77,7 +85,9 @@ def dependencies(*names: str) -> set[str]:
             found.add(name)
             needed = map(Requirement, metadata.requires(name) or ())
             left += [
-                one.name for one in needed if not one.marker or one.marker.evaluate()
+                one.name
+                for one in needed
+                if not one.marker or one.marker.evaluate()
             ]
     return found
 
@@ -100,9 +110,15 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that sees neither the repository nor this environment."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "MYPYPATH")
-    around = {name: value for name, value in os.environ.items() if name not in hidden}
+    around = {
+        name: value for name, value in os.environ.items() if name not in hidden
+    }
     return subprocess.run(
-        [*map(str, command)], cwd=cwd, env=around, capture_output=True, text=True
+        [*map(str, command)],
+        cwd=cwd,
+        env=around,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -142,5 +158,12 @@ def check_by_pyright(python: Path, program: Path) -> None:
 
 def check_by_mypy(python: Path, program: Path) -> None:
     """Have mypy read a program, in strict mode."""
-    checker = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python]
+    checker = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--python-executable",
+        python,
+    ]
     run(*checker, "--cache-dir", ".mypy", program.name, cwd=program.parent)

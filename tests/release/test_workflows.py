@@ -23,7 +23,11 @@ CI, RELEASE = WORKFLOWS["ci"], WORKFLOWS["release"]
 
 
 def steps(workflow: dict[Any, Any]) -> list[dict[str, Any]]:
-    return [step for job in workflow["jobs"].values() for step in job.get("steps", ())]
+    return [
+        step
+        for job in workflow["jobs"].values()
+        for step in job.get("steps", ())
+    ]
 
 
 def commands(workflow: dict[Any, Any]) -> list[str]:
@@ -43,7 +47,9 @@ def test_ci_runs_what_ci_is_here_and_builds_site_and_package():
 
 def test_every_target_that_is_made_exists():
     makefile = (ROOT / "Makefile").read_text()
-    called = re.findall(r"make ([a-z-]+)", "\n".join(commands(CI) + commands(RELEASE)))
+    called = re.findall(
+        r"make ([a-z-]+)", "\n".join(commands(CI) + commands(RELEASE))
+    )
     called += re.findall(
         r"^make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE
     )
@@ -54,7 +60,9 @@ def test_every_target_that_is_made_exists():
 def test_every_python_that_is_promised_is_tested():
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    promised = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    promised = re.findall(
+        r"Python :: (3\.\d+)", "\n".join(project["classifiers"])
+    )
     assert CI["jobs"]["test"]["strategy"]["matrix"]["python"] == promised
     assert project["requires-python"] == f">={promised[0]}"
 
@@ -81,7 +89,9 @@ def test_actions_are_pinned_and_jobs_may_only_read(name):
 
 def test_a_release_publishes_what_ci_has_checked_with_attestations():
     jobs = RELEASE["jobs"]
-    assert RELEASE[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as True
+    assert RELEASE[True] == {
+        "push": {"tags": ["v*"]}
+    }  # YAML reads `on` as True
     assert "workflow_call" in CI[True]
     assert jobs["check"]["uses"] == "./.github/workflows/ci.yml"
     order = ["version", "check", "publish", "pages"]
@@ -93,7 +103,9 @@ def test_a_release_publishes_what_ci_has_checked_with_attestations():
     }
     assert fetched == {"site", "dist"}
     (publish,) = (
-        step for step in steps(RELEASE) if "pypi-publish" in step.get("uses", "")
+        step
+        for step in steps(RELEASE)
+        if "pypi-publish" in step.get("uses", "")
     )
     assert publish["with"] == {"attestations": True}
 
@@ -102,7 +114,10 @@ def test_a_release_publishes_what_ci_has_checked_with_attestations():
     ("tag", "said"),
     [
         (f"v{hdnn.__version__}", ""),
-        ("v0.0.1", f"The tag is v0.0.1, but the version is {hdnn.__version__}\n"),
+        (
+            "v0.0.1",
+            f"The tag is v0.0.1, but the version is {hdnn.__version__}\n",
+        ),
         (
             hdnn.__version__,
             f"The tag is {hdnn.__version__}, but the version is {hdnn.__version__}\n",

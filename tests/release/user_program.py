@@ -98,7 +98,9 @@ def share_a_graph() -> bool:
     """Weights for the nodes of a ring, and whether its updates need neighbours only."""
     ring = torch.eye(8) + torch.eye(8).roll(1, 0) + torch.eye(8).roll(-1, 0)
     links = (ring @ ring > 0).int()
-    net = hdnn.H2(features=16, layers=4, sparsity=hdnn.Sparsity(R=ring, S=links))
+    net = hdnn.H2(
+        features=16, layers=4, sparsity=hdnn.Sparsity(R=ring, S=links)
+    )
     graph = assert_type(distributed.Graph.ring(8), distributed.Graph)
     told = assert_type(
         sparsity.explain(torch.eye(8), ring, links), sparsity.Explanation
@@ -113,10 +115,13 @@ def check_the_paper() -> float:
     net = hdnn.HamiltonianNet(
         features=4, layers=16, integrator="verlet", dtype=torch.float64
     )
-    Phi = analysis.backward_sensitivity(net, torch.randn(10, 4, dtype=torch.float64))
+    Phi = analysis.backward_sensitivity(
+        net, torch.randn(10, 4, dtype=torch.float64)
+    )
     assert_type(Phi, Tensor)
     assert (
-        float(assert_type(analysis.symplectic_defect(Phi, net.J), Tensor).max()) < 1e-9
+        float(assert_type(analysis.symplectic_defect(Phi, net.J), Tensor).max())
+        < 1e-9
     )
     return float(assert_type(analysis.norms(Phi[:-1]), Tensor).min())
 

@@ -9,7 +9,14 @@ import torch
 
 import hdnn
 from hdnn.errors import OptionError
-from hdnn.training import EarlyStopping, History, Moment, TensorBoard, WellPosed, fit
+from hdnn.training import (
+    EarlyStopping,
+    History,
+    Moment,
+    TensorBoard,
+    WellPosed,
+    fit,
+)
 
 
 def model_for(net=hdnn.H2, **options):
@@ -40,7 +47,11 @@ def test_moments_count_steps_and_epochs():
     )
     assert [moment.step for moment in moments] == [1, 2, 3, 4, 5, 6]
     assert [moment.epoch for moment in moments] == [1, 1, 1, 2, 2, 2]
-    assert [moment.end_of_epoch for moment in moments] == [False, False, True] * 2
+    assert [moment.end_of_epoch for moment in moments] == [
+        False,
+        False,
+        True,
+    ] * 2
     assert all(moment.gradient > 0 for moment in moments)
     assert history.loss[0] == pytest.approx(
         sum(moment.loss for moment in moments[:3]) / 3
@@ -51,13 +62,17 @@ def test_a_callback_that_returns_true_ends_the_training():
     def stop(moment: Moment) -> bool:
         return moment.epoch == 2 and moment.end_of_epoch
 
-    history = fit(model_for(), *points(), epochs=9, callbacks=[stop], progress=False)
+    history = fit(
+        model_for(), *points(), epochs=9, callbacks=[stop], progress=False
+    )
     assert len(history.loss) == 2
 
 
 def at_end(**values):
     history = History(**values)
-    return Moment(None, 1, 9, 1, 9, 0.0, 0.0, 0.0, 0.0, history, end_of_epoch=True)
+    return Moment(
+        None, 1, 9, 1, 9, 0.0, 0.0, 0.0, 0.0, history, end_of_epoch=True
+    )
 
 
 def test_early_stopping_counts_epochs_without_improvement():
@@ -125,7 +140,9 @@ def test_tensorboard_has_the_history(tmp_path):
 
 
 def test_a_regression_has_no_accuracy():
-    model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 2), hdnn.RegressionHead(4, 1))
+    model = hdnn.Model(
+        hdnn.Augment(2, 4), hdnn.H2(4, 2), hdnn.RegressionHead(4, 1)
+    )
     x, _ = points()
     history = fit(model, x, x[:, 0], epochs=1, progress=False)
     assert math.isnan(history.accuracy[0])

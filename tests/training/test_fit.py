@@ -13,7 +13,12 @@ from torch.nn import functional as F
 
 import hdnn
 from hdnn.data import planar
-from hdnn.errors import CheckpointError, ConvergenceError, DataError, OptionError
+from hdnn.errors import (
+    CheckpointError,
+    ConvergenceError,
+    DataError,
+    OptionError,
+)
 from hdnn.training import History, fit, fit_multilevel
 
 HEADS = {
@@ -24,13 +29,23 @@ HEADS = {
 
 
 def make(
-    head="sigmoid", *, layers=4, net=hdnn.H2, dtype=torch.float64, seed=0, **options
+    head="sigmoid",
+    *,
+    layers=4,
+    net=hdnn.H2,
+    dtype=torch.float64,
+    seed=0,
+    **options,
 ):
     generator = torch.Generator().manual_seed(seed)
     common = {"generator": generator, "dtype": dtype}
-    arguments = (4,) if head == "sigmoid" else (4, 3 if head == "softmax" else 2)
+    arguments = (
+        (4,) if head == "sigmoid" else (4, 3 if head == "softmax" else 2)
+    )
     network = net(4, layers, **options, **common)
-    return hdnn.Model(hdnn.Augment(2, 4), network, HEADS[head](*arguments, **common))
+    return hdnn.Model(
+        hdnn.Augment(2, 4), network, HEADS[head](*arguments, **common)
+    )
 
 
 def rows(head="sigmoid", count=60, seed=1):
@@ -71,7 +86,9 @@ def test_every_solver_learns_with_every_head(head, solver):
     x, t = rows(head)
     with torch.no_grad():
         before = float(model.loss(x, t))
-    history = fit(model, x, t, epochs=20, batch=20, solver=solver, progress=False)
+    history = fit(
+        model, x, t, epochs=20, batch=20, solver=solver, progress=False
+    )
     with torch.no_grad():
         assert float(model.loss(x, t)) < before
     assert history.loss[-1] < history.loss[0]
@@ -93,7 +110,9 @@ def test_the_output_layer_ends_at_the_optimum_for_its_features(head, weighted):
     fit(model, x, t, epochs=1, weight=weight, ridge=ridge, progress=False)
     y = model.features(x).detach()
     shares = (
-        torch.full((60,), 1 / 60, dtype=torch.float64) if weight is None else weight
+        torch.full((60,), 1 / 60, dtype=torch.float64)
+        if weight is None
+        else weight
     )
     shares = shares / shares.sum()
     scores = model.head(y)
@@ -180,7 +199,12 @@ def test_held_out_rows_change_nothing_without_a_patience():
     plain, watched = make(), make()
     fit(plain, x[:40], t[:40], epochs=4, progress=False)
     history = fit(
-        watched, x[:40], t[:40], validation=(x[40:], t[40:]), epochs=4, progress=False
+        watched,
+        x[:40],
+        t[:40],
+        validation=(x[40:], t[40:]),
+        epochs=4,
+        progress=False,
     )
     assert same(state(plain), state(watched))
     assert len(history.validation_loss) == 4
@@ -191,7 +215,12 @@ def test_the_held_out_loss_is_that_of_the_model_if_training_ended_there():
     x, t = rows()
     model = make()
     history = fit(
-        model, x[:40], t[:40], validation=(x[40:], t[40:]), epochs=3, progress=False
+        model,
+        x[:40],
+        t[:40],
+        validation=(x[40:], t[40:]),
+        epochs=3,
+        progress=False,
     )
     with torch.no_grad():
         assert history.validation_loss[-1] == pytest.approx(
@@ -205,7 +234,12 @@ def test_patience_goes_back_to_the_best_epoch():
     x, t = rows()
     noise = 1 - t[40:]  # the better the model, the worse its loss here
     model = make()
-    options = {"epochs": 40, "patience": 2, "learning_rate": 0.1, "progress": False}
+    options = {
+        "epochs": 40,
+        "patience": 2,
+        "learning_rate": 0.1,
+        "progress": False,
+    }
     history = fit(model, x[:40], t[:40], validation=(x[40:], noise), **options)
     assert len(history.loss) < 40
     with torch.no_grad():
@@ -218,7 +252,12 @@ def test_the_score_of_a_regression_is_r2():
     x, t = rows("values")
     model = make("values")
     history = fit(
-        model, x[:40], t[:40], validation=(x[40:], t[40:]), epochs=2, progress=False
+        model,
+        x[:40],
+        t[:40],
+        validation=(x[40:], t[40:]),
+        epochs=2,
+        progress=False,
     )
     expected = sklearn.r2_score(t[40:].numpy(), model.predict(x[40:]).numpy())
     assert history.validation_score[-1] == pytest.approx(expected)
@@ -257,9 +296,18 @@ def test_an_interrupted_training_resumes_to_the_same_bits(
             raise CrashError
 
     with pytest.raises(CrashError):
-        fit(make(), x[:40], t[:40], callbacks=[crash], folder=tmp_path, **options)
+        fit(
+            make(),
+            x[:40],
+            t[:40],
+            callbacks=[crash],
+            folder=tmp_path,
+            **options,
+        )
     resumed = make(seed=3)  # its weights come from the checkpoint
-    history = fit(resumed, x[:40], t[:40], folder=tmp_path, resume=True, **options)
+    history = fit(
+        resumed, x[:40], t[:40], folder=tmp_path, resume=True, **options
+    )
     assert same(state(straight), state(resumed))
     assert history.loss == expected.loss
     assert history.validation_loss == expected.validation_loss
@@ -280,9 +328,19 @@ def test_another_training_is_not_resumed(tmp_path):
     with pytest.raises(CheckpointError, match="holds a training already"):
         fit(make(), x, t, epochs=2, folder=tmp_path, progress=False)
     with pytest.raises(CheckpointError, match="its epochs is 2, not 3"):
-        fit(make(), x, t, epochs=3, folder=tmp_path, resume=True, progress=False)
+        fit(
+            make(), x, t, epochs=3, folder=tmp_path, resume=True, progress=False
+        )
     with pytest.raises(CheckpointError, match="its data is"):
-        fit(make(), x + 1, t, epochs=2, folder=tmp_path, resume=True, progress=False)
+        fit(
+            make(),
+            x + 1,
+            t,
+            epochs=2,
+            folder=tmp_path,
+            resume=True,
+            progress=False,
+        )
     with pytest.raises(CheckpointError, match="resume needs the folder"):
         fit(make(), x, t, resume=True)
 
@@ -295,7 +353,9 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
     content[-5] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged"):
-        fit(make(), x, t, epochs=1, folder=tmp_path, resume=True, progress=False)
+        fit(
+            make(), x, t, epochs=1, folder=tmp_path, resume=True, progress=False
+        )
 
 
 # Mistakes
@@ -357,7 +417,12 @@ def test_a_training_that_diverges_says_so():
     model = make(net=hdnn.H1, activation="identity", T=400.0)
     with pytest.raises(ConvergenceError, match="not finite in epoch"):
         fit(
-            model, *rows(), epochs=20, learning_rate=1e30, solver="adam", progress=False
+            model,
+            *rows(),
+            epochs=20,
+            learning_rate=1e30,
+            solver="adam",
+            progress=False,
         )
 
 
@@ -376,7 +441,9 @@ def test_levels_refine_the_model(tmp_path):
     deep, histories = fit_multilevel(model, x, t, **options)
     assert (model.net.layers, deep.net.layers) == (2, 12)
     assert [len(history.loss) for history in histories] == [2, 1, 1]
-    again, _ = fit_multilevel(make(layers=2, seed=4), x, t, resume=True, **options)
+    again, _ = fit_multilevel(
+        make(layers=2, seed=4), x, t, resume=True, **options
+    )
     assert same(state(deep), state(again))
     joined = History.joined(histories)
     assert joined.loss == list(

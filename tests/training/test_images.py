@@ -12,7 +12,9 @@ from hdnn.data import ImageData
 from hdnn.errors import CheckpointError, ConvergenceError, OptionError
 from hdnn.training import ImageRecipe, fit_images, recipes
 
-RECIPE = ImageRecipe(epochs=3, batch=20, learning_rate=0.05, pad=1, flip=True, clip=1.0)
+RECIPE = ImageRecipe(
+    epochs=3, batch=20, learning_rate=0.05, pad=1, flip=True, clip=1.0
+)
 
 
 def squares(count=120, size=8):
@@ -29,7 +31,12 @@ def squares(count=120, size=8):
 
 def network(seed=0):
     torch.manual_seed(seed)
-    layers = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()
+    layers = (
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+    )
     return nn.Sequential(*layers, nn.Linear(256, 2))
 
 
@@ -42,7 +49,10 @@ def test_images_are_learned():
     history = fit_images(model, squares(), RECIPE, progress=False)
     assert history.validation_score[-1] > 0.9
     assert (
-        len(history.loss) == len(history.accuracy) == len(history.validation_loss) == 3
+        len(history.loss)
+        == len(history.accuracy)
+        == len(history.validation_loss)
+        == 3
     )
     assert not model.training
 
@@ -70,12 +80,16 @@ def test_an_interrupted_training_resumes_to_the_same_bits(tmp_path, optimizer):
 
 
 def test_no_epoch_begins_after_the_time_is_over(tmp_path):
-    history = fit_images(network(), squares(), RECIPE, seconds=-1.0, progress=False)
+    history = fit_images(
+        network(), squares(), RECIPE, seconds=-1.0, progress=False
+    )
     assert history.loss == []
 
 
 def test_a_training_that_diverges_says_so():
-    recipe = dataclasses.replace(RECIPE, learning_rate=1e30, clip=None, epochs=20)
+    recipe = dataclasses.replace(
+        RECIPE, learning_rate=1e30, clip=None, epochs=20
+    )
     with pytest.raises(ConvergenceError, match="not finite in epoch"):
         fit_images(network(), squares(), recipe, progress=False)
 
@@ -97,7 +111,12 @@ def test_rates_rise_and_fall():
     assert factors[10:] == sorted(factors[10:], reverse=True)
     assert factors[-1] < 1e-3
     steps = ImageRecipe(epochs=4, rates=((0, 1.0), (2, 0.1)))
-    assert [steps.factor(epoch * 5, 5) for epoch in range(4)] == [1.0, 1.0, 0.1, 0.1]
+    assert [steps.factor(epoch * 5, 5) for epoch in range(4)] == [
+        1.0,
+        1.0,
+        0.1,
+        0.1,
+    ]
     assert ImageRecipe(decay=0.5).factor(10, 5) == 0.25
 
 

@@ -42,7 +42,9 @@ def trained(group, folder=None, resume=False, stop=None):
 def process(rank, size, folder):
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=size
+    )
     weights = trained(DataParallel(), folder=f"{folder}/run")
     again = trained(DataParallel(), folder=f"{folder}/run", resume=True)
     assert torch.equal(weights, again)
@@ -52,7 +54,9 @@ def process(rank, size, folder):
 
 def test_processes_train_as_one_does(tmp_path):
     alone = trained(None)
-    mp.start_processes(process, (3, str(tmp_path)), nprocs=3, start_method="spawn")
+    mp.start_processes(
+        process, (3, str(tmp_path)), nprocs=3, start_method="spawn"
+    )
     weights = [torch.load(tmp_path / f"weights-{rank}.pt") for rank in range(3)]
     for values in weights:
         torch.testing.assert_close(values, alone, rtol=1e-8, atol=1e-10)

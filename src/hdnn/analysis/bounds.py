@@ -192,7 +192,9 @@ def bounds(net: Network, y: Tensor | None = None) -> list[Bound]:
     if y is None:
         return compared_bounds(net)
     net = exact(net)
-    values = singular_values(backward_sensitivity(net, y.to("cpu", torch.float64)))
+    values = singular_values(
+        backward_sensitivity(net, y.to("cpu", torch.float64))
+    )
     return compared_bounds(net, float(values.min()), float(values.max()))
 
 

@@ -28,8 +28,20 @@ from hdnn.analysis.measure import (
     measure_network,
 )
 from hdnn.analysis.sensitivity import copied, exact
-from hdnn.errors import DataError, HDNNError, OptionError, ShapeError, positive_int
-from hdnn.networks import Coupling, HamiltonianUnit, Leapfrog, Network, Reversible
+from hdnn.errors import (
+    DataError,
+    HDNNError,
+    OptionError,
+    ShapeError,
+    positive_int,
+)
+from hdnn.networks import (
+    Coupling,
+    HamiltonianUnit,
+    Leapfrog,
+    Network,
+    Reversible,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,7 +119,9 @@ class Certificate:
     def __getitem__(self, name: str) -> Certificate:
         if name not in self.parts:
             names = ", ".join(self.parts) or "none"
-            raise OptionError(f"there is no part {name!r}; the parts are: {names}.")
+            raise OptionError(
+                f"there is no part {name!r}; the parts are: {names}."
+            )
         return self.parts[name]
 
     @property
@@ -119,8 +133,14 @@ class Certificate:
                 f"the smallest norm is {self.smallest_norm:.6g}, where 1 is proved"
             )
         if self.symplectic is False:
-            facts.append(f"a layer is off symplectic by {self.symplectic_defect:.1e}")
-        facts += [f"a bound is exceeded ({b})" for b in self.bounds if b.holds is False]
+            facts.append(
+                f"a layer is off symplectic by {self.symplectic_defect:.1e}"
+            )
+        facts += [
+            f"a bound is exceeded ({b})"
+            for b in self.bounds
+            if b.holds is False
+        ]
         for name, part in self.parts.items():
             facts += [f"{name}: {fact}" for fact in part.violations]
         return tuple(facts)
@@ -132,7 +152,9 @@ class Certificate:
             return "violated"
         if self.holds:
             return "holds"
-        return "not known" if self.trouble or self.guaranteed else "not guaranteed"
+        return (
+            "not known" if self.trouble or self.guaranteed else "not guaranteed"
+        )
 
     @property
     def summary(self) -> str:
@@ -149,7 +171,9 @@ class Certificate:
     def _sentence(self) -> str:
         where = f"{self.samples} {self.points}"
         if self.violations:
-            return f"A GUARANTEE DOES NOT HOLD HERE: {'; '.join(self.violations)}."
+            return (
+                f"A GUARANTEE DOES NOT HOLD HERE: {'; '.join(self.violations)}."
+            )
         if self.trouble:
             return f"It is NOT KNOWN whether the gradient is shrunk: {self.trouble}."
         if not self.samples:
@@ -172,23 +196,33 @@ class Certificate:
         count = len(self.parts)
         holding = sum(part.status == "holds" for part in self.parts.values())
         outside = (
-            f": {', '.join(self.others)} may shrink gradients" if self.others else ""
+            f": {', '.join(self.others)} may shrink gradients"
+            if self.others
+            else ""
         )
         lines = [
             f"The guarantee holds in {holding} of {count} Hamiltonian part{'s' * (count > 1)} of "
             f"this {self.network}. Nothing is said about the model as a whole{outside}."
         ]
-        lines += [f"{name}: {part.summary}" for name, part in self.parts.items()]
+        lines += [
+            f"{name}: {part.summary}" for name, part in self.parts.items()
+        ]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values for JSON; a number that is not finite is None."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values = {
+            name: getattr(self, name) for name in self.__dataclass_fields__
+        }
         values["status"] = self.status
         values["summary"] = self.summary
         values["violations"] = list(self.violations)
-        values["bounds"] = [{**asdict(b), "holds": b.holds} for b in self.bounds]
-        values["parts"] = {name: part.to_dict() for name, part in self.parts.items()}
+        values["bounds"] = [
+            {**asdict(b), "holds": b.holds} for b in self.bounds
+        ]
+        values["parts"] = {
+            name: part.to_dict() for name, part in self.parts.items()
+        }
         return plain(values)
 
     def to_json(self) -> str:
@@ -235,7 +269,9 @@ class Certificate:
     def _ranges(self) -> list[tuple[str, str]]:
         layers = self.by_layer["layers"][:-1]
         rows = []
-        for chunk in torch.arange(len(layers)).tensor_split(min(RANGES, len(layers))):
+        for chunk in torch.arange(len(layers)).tensor_split(
+            min(RANGES, len(layers))
+        ):
             first, last = int(chunk[0]), int(chunk[-1])
             least = min(self.by_layer["smallest"][first : last + 1])
             most = max(self.by_layer["largest"][first : last + 1])
@@ -323,9 +359,9 @@ def certify(
 def unwrapped(model: Any) -> Any:
     """The module inside of `torch.compile` and the data-parallel classes of PyTorch."""
     for name in ("_orig_mod", "module"):
-        if isinstance(model, nn.Module) and [n for n, _ in model.named_children()] == [
-            name
-        ]:
+        if isinstance(model, nn.Module) and [
+            n for n, _ in model.named_children()
+        ] == [name]:
             return unwrapped(model.get_submodule(name))
     return model
 
@@ -356,7 +392,9 @@ def _certify_network(
     if certificate.trouble:
         return certificate
     bounds = _bounds(exact(net), measured)
-    return replace(certificate, bounds=bounds, linear=_linear(twin, measured.end))
+    return replace(
+        certificate, bounds=bounds, linear=_linear(twin, measured.end)
+    )
 
 
 def _certify_layers(module: Any, call: Call, points: str) -> Certificate:
@@ -394,7 +432,9 @@ def _certificate(net: Any, measured: Measured, points: str) -> Certificate:
     holds, trouble = _judged(measured, promise.holds)
     layers = [*measured.layers, measured.depth]
     smallest, median, largest = over_samples(sizes)
-    row, sample = divmod(int(inner.nan_to_num(torch.inf).argmin()), inner.shape[1])
+    row, sample = divmod(
+        int(inner.nan_to_num(torch.inf).argmin()), inner.shape[1]
+    )
     return Certificate(
         network=repr(net).partition("\n")[0].rstrip("("),
         guaranteed=promise.holds,
@@ -449,7 +489,11 @@ def over_samples(norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     least = norms.nan_to_num(torch.inf, torch.inf).amin(-1)
     most = norms.nan_to_num(-torch.inf, torch.inf).amax(-1)
     median = norms.nanmedian(-1).values
-    return least.where(~missing, torch.nan), median, most.where(~missing, torch.nan)
+    return (
+        least.where(~missing, torch.nan),
+        median,
+        most.where(~missing, torch.nan),
+    )
 
 
 def _bounds(net: Network, measured: Measured) -> tuple[Bound, ...]:
@@ -483,9 +527,16 @@ def _check_weights(module: nn.Module) -> None:
 
 def _rows(y: Any, width: int, samples: int) -> Tensor:
     """At most so many samples of (*batch, width), evenly spread, in float64 on the CPU."""
-    if not isinstance(y, Tensor) or not y.ndim or y.shape[-1] != width or not y.numel():
+    if (
+        not isinstance(y, Tensor)
+        or not y.ndim
+        or y.shape[-1] != width
+        or not y.numel()
+    ):
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ShapeError(f"y must be a tensor (*batch, {width}), but got {shape}.")
+        raise ShapeError(
+            f"y must be a tensor (*batch, {width}), but got {shape}."
+        )
     if not bool(y.isfinite().all()):
         raise DataError("y has NaN or infinite values; remove or replace them.")
     rows = _exact_tensor(y).reshape(-1, width)
@@ -541,7 +592,9 @@ def _certify_parts(
     for name, part in parts.items():
         try:
             states = None if calls is None else calls[name]
-            certificates[name] = _certify_part(part, states, samples, points, seed)
+            certificates[name] = _certify_part(
+                part, states, samples, points, seed
+            )
         except HDNNError as error:
             promise = part.guarantee()
             trouble = str(error).rstrip(".")
@@ -552,11 +605,15 @@ def _certify_parts(
     holds = None if None in answers else True
     return Certificate(
         network=type(model).__name__,
-        guaranteed=all(certificate.guaranteed for certificate in certificates.values()),
+        guaranteed=all(
+            certificate.guaranteed for certificate in certificates.values()
+        ),
         reason="for each part alone",
         holds=False if False in answers else holds,
         trouble="; ".join(
-            f"{name}: {c.trouble}" for name, c in certificates.items() if c.trouble
+            f"{name}: {c.trouble}"
+            for name, c in certificates.items()
+            if c.trouble
         ),
         smallest_norm=min(
             certificate.smallest_norm for certificate in certificates.values()
@@ -569,12 +626,20 @@ def _certify_parts(
     )
 
 
-def _others(model: nn.Module, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
+def _others(
+    model: nn.Module, parts: Mapping[str, nn.Module]
+) -> tuple[str, ...]:
     """The kinds of modules outside of all parts, with their number."""
     inside = {id(inner) for part in parts.values() for inner in part.modules()}
-    leaves = [m for m in model.modules() if id(m) not in inside and not [*m.children()]]
+    leaves = [
+        m
+        for m in model.modules()
+        if id(m) not in inside and not [*m.children()]
+    ]
     kinds = Counter(type(leaf).__name__ for leaf in leaves)
-    return tuple(f"{kind} x {n}" if n > 1 else kind for kind, n in kinds.items())
+    return tuple(
+        f"{kind} x {n}" if n > 1 else kind for kind, n in kinds.items()
+    )
 
 
 def _certify_part(
@@ -590,7 +655,9 @@ def _certify_part(
         raise DataError("the module did not call it for these inputs")
     points = points or "states that reach it"
     if isinstance(part, Network):
-        states = torch.cat([call.y.reshape(-1, part.features) for call in calls])
+        states = torch.cat(
+            [call.y.reshape(-1, part.features) for call in calls]
+        )
         return _certify_network(part, states, samples, points, seed)
     return _certify_layers(part, calls[0], points)
 
@@ -602,7 +669,9 @@ def _hamiltonian_parts(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules():
         if isinstance(module, PARTS) and id(module) not in inside:
             inside |= {id(inner) for inner in module.modules()}
-            parts[name.replace("_orig_mod.", "").removesuffix("._orig_mod")] = module
+            parts[name.replace("_orig_mod.", "").removesuffix("._orig_mod")] = (
+                module
+            )
     return parts
 
 
@@ -638,7 +707,9 @@ def call_module(module: nn.Module, inputs: Any) -> Any:
     """Run a module on inputs as users give them: a tensor, a tuple of arguments or a dict."""
     if isinstance(inputs, Mapping):
         return module(**inputs)
-    return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
+    return (
+        module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
+    )
 
 
 def _call(inputs: Any, **options: Any) -> Call:

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.analysis.sensitivity import exact, steps_of
-from hdnn.errors import ConvergenceError, DataError, OptionError, ShapeError, require
+from hdnn.errors import (
+    ConvergenceError,
+    DataError,
+    OptionError,
+    ShapeError,
+    require,
+)
 from hdnn.networks import Network
 
 Times = Tensor | Sequence[float] | float | None
@@ -70,9 +76,13 @@ class ContinuousNetwork:
         self.J = field["J"]
         self._K = field["K"]
         self._b = field["b"]
-        self._V = self._K @ self.J.mT  # the field is sigma(y K^T + b) V for rows y
+        self._V = (
+            self._K @ self.J.mT
+        )  # the field is sigma(y K^T + b) V for rows y
         self._sigma = activations.get(self.net.activation)
-        self.times = torch.nn.functional.pad(steps_of(self.net).cumsum(0), (1, 0))
+        self.times = torch.nn.functional.pad(
+            steps_of(self.net).cumsum(0), (1, 0)
+        )
         self.T = float(self.times[-1])
 
     def trajectory(self, y: Tensor, t: Times = None) -> Tensor:
@@ -89,7 +99,9 @@ class ContinuousNetwork:
 
     def sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
         """dy(T)/dy(t) along the trajectory from y: `(len(t), *batch, n, n)`."""
-        return self._back(y, self._identity(y), t).reshape(-1, *y.shape, y.shape[-1])
+        return self._back(y, self._identity(y), t).reshape(
+            -1, *y.shape, y.shape[-1]
+        )
 
     def gradients(self, y: Tensor, delta_T: Tensor, t: Times = None) -> Tensor:
         """dL/dy(t) from delta_T = dL/dy(T), by its own ODE (eq:delta_CT): `(len(t), *batch, n)`."""
@@ -114,7 +126,9 @@ class ContinuousNetwork:
             return field.unsqueeze(-1)
         A = self._K[j].mT @ (self._sigma.slope(x).unsqueeze(-1) * self._V[j])
         M = Z[..., 1:]
-        return torch.cat([field.unsqueeze(-1), -A @ M if back else A.mT @ M], -1)
+        return torch.cat(
+            [field.unsqueeze(-1), -A @ M if back else A.mT @ M], -1
+        )
 
     @torch.no_grad()
     def _solve(self, Z: Tensor, start: float, times: Tensor) -> Tensor:
@@ -141,7 +155,9 @@ class ContinuousNetwork:
         """Z at these times sign * t within layer j, from Z at the first of them."""
 
         def rate(t: float, flat: np.ndarray) -> np.ndarray:
-            rates = sign * self._rate(j, torch.from_numpy(flat).view(Z.shape), sign < 0)
+            rates = sign * self._rate(
+                j, torch.from_numpy(flat).view(Z.shape), sign < 0
+            )
             if not bool(
                 rates.isfinite().all()
             ):  # the solver would try ever smaller steps
@@ -157,7 +173,9 @@ class ContinuousNetwork:
             rate, span, Z.reshape(-1).numpy(), t_eval=times, **self.options
         )
         if not solution.success:
-            raise ConvergenceError(f"the ODE cannot be solved: {solution.message}")
+            raise ConvergenceError(
+                f"the ODE cannot be solved: {solution.message}"
+            )
         values = torch.from_numpy(np.ascontiguousarray(solution.y.T)).reshape(
             -1, *Z.shape
         )
@@ -171,7 +189,9 @@ class ContinuousNetwork:
                 f"y must be (*batch, {n}), but has shape {tuple(y.shape)}."
             )
         if not bool(y.isfinite().all()):
-            raise DataError("y has NaN or infinite values; remove or replace them.")
+            raise DataError(
+                "y has NaN or infinite values; remove or replace them."
+            )
         return y.detach().to("cpu", torch.float64).reshape(-1, n, 1)
 
     def _identity(self, y: Tensor) -> Tensor:
@@ -184,7 +204,9 @@ class ContinuousNetwork:
         times = torch.atleast_1d(torch.as_tensor(t, dtype=torch.float64))
         inside = times.clamp(0.0, self.T)
         if bool(((times - inside).abs() > 1e-6 * self.T).any()):
-            raise OptionError(f"t must be times in 0 .. T = {self.T:g}, but got {t!r}.")
+            raise OptionError(
+                f"t must be times in 0 .. T = {self.T:g}, but got {t!r}."
+            )
         return inside
 
 
@@ -231,7 +253,9 @@ def convergence(
     floor = FLOOR * max(1.0, float(flow.norm(dim=-1).max()))
     refined = [ode.net.refine(k) for k in sorted(refinements)]
     steps = [ode.T / fine.layers for fine in refined]
-    errors = [float((fine(y.to(flow)) - flow).norm(dim=-1).max()) for fine in refined]
+    errors = [
+        float((fine(y.to(flow)) - flow).norm(dim=-1).max()) for fine in refined
+    ]
     order = math.nan
     for (h, fine_h), (error, fine_error) in zip(
         pairwise(steps), pairwise(errors), strict=True

@@ -56,7 +56,9 @@ def measured_period(y: Tensor, eps: float = 1.0) -> float:
     """The mean time between crossings of q = 0 where p > 0, over a few turns from y (2,)."""
     speed = abs(eps)  # both directions take equally long
     solution = require("scipy.integrate", extra="science").solve_ivp(
-        lambda _, state: speed * np.array([-np.tanh(state[1]), np.tanh(state[0])]),
+        lambda _, state: (
+            speed * np.array([-np.tanh(state[1]), np.tanh(state[0])])
+        ),
         (0.0, 12 * (float(energy(y)) + 2) / speed),  # three turns or more
         y.double().numpy(),
         "DOP853",
@@ -77,7 +79,9 @@ def growth(y: Tensor, t: Tensor, eps: float = 1.0) -> Tensor:
     return example(float(t.max()), eps).forward_sensitivity(y, t)
 
 
-def finite_growth(y: Tensor, t: Tensor, gamma: float, eps: float = 1.0) -> Tensor:
+def finite_growth(
+    y: Tensor, t: Tensor, gamma: float, eps: float = 1.0
+) -> Tensor:
     """|s(t, y + gamma e_i) - s(t, y)| / gamma for both unit vectors e_i: `(k, *batch, 2)`.
 
     It stops growing at about the diameter of the orbit over gamma, when the two states are on
@@ -85,7 +89,9 @@ def finite_growth(y: Tensor, t: Tensor, gamma: float, eps: float = 1.0) -> Tenso
     """
     state = y.double().unsqueeze(-2)
     moved = state + gamma * torch.eye(2, dtype=torch.float64)
-    states = example(float(t.max()), eps).trajectory(torch.cat([state, moved], -2), t)
+    states = example(float(t.max()), eps).trajectory(
+        torch.cat([state, moved], -2), t
+    )
     return (states[..., 1:, :] - states[..., :1, :]).norm(dim=-1) / gamma
 
 
@@ -109,13 +115,17 @@ def fitted_envelope(t: Tensor, sizes: Tensor) -> tuple[float, float]:
     Only maxima in the second half count: before, the bounded terms are not small yet.
     """
     inner = sizes[1:-1]
-    maxima = (inner > sizes[:-2]) & (inner >= sizes[2:]) & (t[1:-1] >= t[-1] / 2)
+    maxima = (
+        (inner > sizes[:-2]) & (inner >= sizes[2:]) & (t[1:-1] >= t[-1] / 2)
+    )
     top = maxima.nonzero()[:, 0] + 1
     if len(top) < 2:
         raise OptionError(
             f"the second half has {len(top)} local maxima, but a line needs two; take a longer t."
         )
-    slope, height = np.polyfit(t[top].double().numpy(), sizes[top].double().numpy(), 1)
+    slope, height = np.polyfit(
+        t[top].double().numpy(), sizes[top].double().numpy(), 1
+    )
     return float(slope), float(height)
 
 
@@ -137,12 +147,14 @@ def layer_growth(h: float, k: float, layers: int = 64) -> LayerGrowth:
     a > 2 they grow as exp(2 acosh(a/2)) for each layer.
     """
     generator = torch.Generator()  # whose weights are replaced
-    net = H2(2, layers, step=h, tied=True, dtype=torch.float64, generator=generator)
+    net = H2(
+        2, layers, step=h, tied=True, dtype=torch.float64, generator=generator
+    )
     for name in ("K_p", "K_q"):
         net.assign(name, torch.full((1, 1, 1), k, dtype=torch.float64))
-    sizes = norms(backward_sensitivity(net, torch.zeros(2, dtype=torch.float64))).flip(
-        0
-    )
+    sizes = norms(
+        backward_sensitivity(net, torch.zeros(2, dtype=torch.float64))
+    ).flip(0)
     a = h * k * k
     half = layers // 2
     first = sizes[: half + 1].max()  # norms may oscillate

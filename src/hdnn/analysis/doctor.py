@@ -23,7 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from hdnn import plotting
 from hdnn.analysis.certificate import call_module, mapped, plain, unwrapped
-from hdnn.analysis.rules import ActivationCount, Examination, Finding, LayerGain, judge
+from hdnn.analysis.rules import (
+    ActivationCount,
+    Examination,
+    Finding,
+    LayerGain,
+    judge,
+)
 from hdnn.analysis.sensitivity import copied
 from hdnn.analysis.watch import Watcher
 from hdnn.errors import DataError, HDNNError, OptionError, positive_int
@@ -104,7 +110,9 @@ class Diagnosis:
         """The result in a sentence."""
         count = len(self.faults)
         if count:
-            where = ", ".join(f"{fault.kind} at {fault.layer}" for fault in self.faults)
+            where = ", ".join(
+                f"{fault.kind} at {fault.layer}" for fault in self.faults
+            )
             return f"{self.model}: {count} fault{'s' * (count > 1)} found: {where}."
         if self.unknown:
             return f"{self.model}: no fault was found, but NOT EVERYTHING IS KNOWN."
@@ -140,7 +148,8 @@ class Diagnosis:
             width = min(max(len(layer.layer) for layer in self.layers), 40)
             lines += ["", f"{'layer':<{width}}  gradient left"]
             lines += [
-                f"{s.layer[-width:]:<{width}}  {s.gain:>13.3g}" for s in self.layers
+                f"{s.layer[-width:]:<{width}}  {s.gain:>13.3g}"
+                for s in self.layers
             ]
         return "\n".join(lines)
 
@@ -236,7 +245,9 @@ def _check(model: nn.Module, x: Any) -> None:
             f"sample, but got {type(x).__name__}."
         )
     if any(bool(tensor.isnan().any()) for tensor in tensors):
-        raise DataError("x has NaN in it: no gradient can be computed from that.")
+        raise DataError(
+            "x has NaN in it: no gradient can be computed from that."
+        )
 
 
 class _random_state_kept:  # noqa: N801
@@ -306,7 +317,9 @@ class ModelRun:
         self._prepare(moved or {})
         self.x = mapped(_fresh, x)
         self.starts = [t for t in _floats(self.x) if t.requires_grad]
-        torch.manual_seed(SEED)  # the same dropout in every run, whoever draws it
+        torch.manual_seed(
+            SEED
+        )  # the same dropout in every run, whoever draws it
         random.seed(SEED)
         np.random.seed(SEED % 2**32)  # noqa: NPY002
         device = next(self.model.parameters()).device.type
@@ -325,7 +338,9 @@ class ModelRun:
             if getattr(module, "inplace", False) is True:
                 module.inplace = False  # pyright: ignore
             if name:
-                module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+                module.register_forward_pre_hook(
+                    self._before(name), with_kwargs=True
+                )
                 module.register_forward_hook(self._after)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -336,7 +351,10 @@ class ModelRun:
         for name, scale in moved.items():
             weight = self.weights[name].data
             weight += (
-                scale * weight.norm() / math.sqrt(weight.numel()) * random_like(weight)
+                scale
+                * weight.norm()
+                / math.sqrt(weight.numel())
+                * random_like(weight)
             )
 
     def _before(self, name: str) -> Any:
@@ -360,11 +378,17 @@ class ModelRun:
     def objective(self, loss: Any, target: Any) -> Tensor | None:
         """The loss, or a random projection of all outputs; None if it has no gradient."""
         if loss is not None:
-            value = loss(self.output) if target is None else loss(self.output, target)
+            value = (
+                loss(self.output)
+                if target is None
+                else loss(self.output, target)
+            )
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise OptionError("loss must give one number, as a tensor.")
             return value if value.requires_grad else None
-        parts = [(t * random_like(t)).sum() for t in self.outputs if t.requires_grad]
+        parts = [
+            (t * random_like(t)).sum() for t in self.outputs if t.requires_grad
+        ]
         return torch.stack(parts).sum() if parts else None
 
     def chain(self) -> list[tuple[str, Tensor, int]]:
@@ -375,15 +399,21 @@ class ModelRun:
         recorded = self._recorded()
         recorded.setdefault(end.grad_fn, ("output", end, self.clock + 1))
         cuts = _cut_nodes(end.grad_fn, recorded)
-        return sorted((recorded[node] for node in cuts), key=lambda state: state[2])
+        return sorted(
+            (recorded[node] for node in cuts), key=lambda state: state[2]
+        )
 
     def _recorded(self) -> dict[Any, tuple[str, Tensor, int]]:
         """The first tensor of each node of the graph that a module was given or gave."""
-        states = [("input", tensor, 0) for tensor in self.starts if tensor.ndim > 1]
+        states = [
+            ("input", tensor, 0) for tensor in self.starts if tensor.ndim > 1
+        ]
         for call in self.calls:
             name = call.parent or self._last_ended(call.begun)
             states += [(name, tensor, call.begun) for tensor in call.inputs]
-            states += [(call.name, tensor, call.ended) for tensor in call.outputs]
+            states += [
+                (call.name, tensor, call.ended) for tensor in call.outputs
+            ]
         recorded: dict[Any, tuple[str, Tensor, int]] = {}
         for state in sorted(states, key=lambda state: state[2]):
             if state[1].grad_fn is not None:
@@ -392,7 +422,9 @@ class ModelRun:
 
     def _last_ended(self, time: int) -> str:
         ended = [call for call in self.calls if 0 < call.ended < time]
-        return max(ended, key=lambda call: call.ended).name if ended else "input"
+        return (
+            max(ended, key=lambda call: call.ended).name if ended else "input"
+        )
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -410,11 +442,14 @@ def random_like(tensor: Tensor) -> Tensor:
     return torch.randn(tensor.shape, generator=generator).to(tensor)
 
 
-def _cut_nodes(end: Any, recorded: Mapping[Any, tuple[str, Tensor, int]]) -> list[Any]:
+def _cut_nodes(
+    end: Any, recorded: Mapping[Any, tuple[str, Tensor, int]]
+) -> list[Any]:
     """The recorded nodes that every path from the end back to the first of them leads through."""
     order = _from_leaves_on(end)
     first = min(
-        (node for node in order if node in recorded), key=lambda node: recorded[node][2]
+        (node for node in order if node in recorded),
+        key=lambda node: recorded[node][2],
     )
     leading = _leading_to(first, order)
     path = [node for node in reversed(order) if node in leading]
@@ -424,7 +459,9 @@ def _cut_nodes(end: Any, recorded: Mapping[Any, tuple[str, Tensor, int]]) -> lis
     for k, node in enumerate(path[: place[first] + 1]):
         if k >= furthest and node in recorded:  # no edge leads around it
             cuts.append(node)
-        ahead = [place[child] for child, _ in node.next_functions if child in place]
+        ahead = [
+            place[child] for child, _ in node.next_functions if child in place
+        ]
         furthest = max(furthest, *ahead, 0)
     return cuts
 
@@ -451,7 +488,9 @@ def _from_leaves_on(end: Any) -> list[Any]:
             seen.add(node)
             stack.append((node, True))
             stack += [
-                (child, False) for child, _ in node.next_functions if child is not None
+                (child, False)
+                for child, _ in node.next_functions
+                if child is not None
             ]
     return order
 
@@ -464,7 +503,11 @@ class ActivationTrace(TorchFunctionMode):
         self.run = run
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").rstrip("_")
@@ -473,7 +516,9 @@ class ActivationTrace(TorchFunctionMode):
             return out
         if name in ONE_SIDED or name in TWO_SIDED:
             self._count(name, x.detach())
-        elif name == "softmax" and isinstance(out, Tensor) and out.shape[-1] > 1:
+        elif (
+            name == "softmax" and isinstance(out, Tensor) and out.shape[-1] > 1
+        ):
             self._count_softmax(x.detach(), out.detach())
         return out
 
@@ -490,7 +535,9 @@ class ActivationTrace(TorchFunctionMode):
         a.entries += flat.numel()
         a.flat += int(flat.sum())
         axis = 1 if flat.ndim > 3 else flat.ndim - 1
-        by_unit = flat.movedim(axis, 0).flatten(1) if flat.ndim > 1 else flat[:, None]
+        by_unit = (
+            flat.movedim(axis, 0).flatten(1) if flat.ndim > 1 else flat[:, None]
+        )
         dead = by_unit.all(1)
         always = ~by_unit.any(1)
         if (
@@ -519,7 +566,9 @@ class ActivationTrace(TorchFunctionMode):
 class Probe:
     """A model and inputs for it, which are run on copies with weights moved."""
 
-    def __init__(self, model: nn.Module, x: Any, loss: Any, target: Any) -> None:
+    def __init__(
+        self, model: nn.Module, x: Any, loss: Any, target: Any
+    ) -> None:
         self.model = model
         self.x = x
         self.loss = loss
@@ -538,12 +587,17 @@ class Probe:
         grads: dict[str, Tensor | None] = dict.fromkeys(run.weights)
         if objective is not None:
             values = torch.autograd.grad(
-                objective, [*run.weights.values()], retain_graph=True, allow_unused=True
+                objective,
+                [*run.weights.values()],
+                retain_graph=True,
+                allow_unused=True,
             )
             grads = dict(zip(run.weights, values, strict=True))
         if objective is not None and states:
             self._measure_gains(run, states)
-        self._find_detached(run, [name for name, g in grads.items() if g is None])
+        self._find_detached(
+            run, [name for name, g in grads.items() if g is None]
+        )
         if objective is None and not self.seen.detached:
             raise DataError(
                 f"no gradient leads from the output of this {type(self.model).__name__} back to "
@@ -562,7 +616,11 @@ class Probe:
         for _ in range(DRAWS):
             u = torch.randn(y_N.shape, generator=generator).to(y_N)
             grads = torch.autograd.grad(
-                y_N, tensors[: body + 1], u, retain_graph=True, allow_unused=True
+                y_N,
+                tensors[: body + 1],
+                u,
+                retain_graph=True,
+                allow_unused=True,
             )
             for k, g in enumerate(grads):
                 if g is not None:
@@ -573,7 +631,9 @@ class Probe:
         gains = (squares / DRAWS).sqrt().tolist()
         for k, (name, tensor, _) in enumerate(states[: body + 1]):
             size = float(tensor.detach().double().norm())
-            layer = LayerGain(name, size, size / math.sqrt(tensor.numel()), gains[k])
+            layer = LayerGain(
+                name, size, size / math.sqrt(tensor.numel()), gains[k]
+            )
             if k:
                 layer.own = gains[k - 1] / gains[k] if gains[k] > 0 else 1.0
             if not math.isfinite(gains[k]):
@@ -587,7 +647,9 @@ class Probe:
                 "whether branches are detached: the model gives other values in each call"
             )
             return
-        other = ModelRun(self.model, self.x, dict.fromkeys(run.weights, NUDGES[0]))
+        other = ModelRun(
+            self.model, self.x, dict.fromkeys(run.weights, NUDGES[0])
+        )
         if len(other.calls) == len(run.calls):
             self.seen.detached += _severed(run, other)
         else:
@@ -619,7 +681,9 @@ class Probe:
 def _first_not_finite(run: ModelRun) -> str:
     """The first module that makes NaN or infinity of finite inputs; a mask may hold -inf."""
     for call in sorted(run.calls, key=lambda call: call.ended):
-        if all(map(_finite, call.inputs)) and not all(map(_finite, call.outputs)):
+        if all(map(_finite, call.inputs)) and not all(
+            map(_finite, call.outputs)
+        ):
             return call.name
     return "" if all(map(_finite, run.outputs)) else "output"
 
@@ -631,11 +695,15 @@ def _finite(tensor: Tensor) -> bool:
 def _body(run: ModelRun, states: list[tuple[str, Tensor, int]]) -> int:
     """The index of y_N: the state that enters the last module with parameters."""
     weighted = [
-        c for c in run.calls if any(True for _ in c.module.parameters(recurse=False))
+        c
+        for c in run.calls
+        if any(True for _ in c.module.parameters(recurse=False))
     ]
     if not weighted:
         return len(states) - 1
-    entering = [k for k, state in enumerate(states) if state[2] <= weighted[-1].begun]
+    entering = [
+        k for k, state in enumerate(states) if state[2] <= weighted[-1].begun
+    ]
     return entering[-1] if entering and entering[-1] > 0 else len(states) - 1
 
 
@@ -643,7 +711,8 @@ def _same(a: ModelRun, b: ModelRun) -> bool:
     """True if two runs have the same outputs."""
     pairs = zip(a.outputs, b.outputs, strict=False)
     return all(
-        x.shape == y.shape and torch.equal(x.detach(), y.detach()) for x, y in pairs
+        x.shape == y.shape and torch.equal(x.detach(), y.detach())
+        for x, y in pairs
     )
 
 
@@ -740,12 +809,18 @@ class GradientDoctor(Watcher):
             if parameter.grad is not None:
                 gradients[name] = float(parameter.grad.norm())
         self.looks.append(Look(self.steps, gradients))
-        bad = [name for name, size in gradients.items() if not math.isfinite(size)]
+        bad = [
+            name for name, size in gradients.items() if not math.isfinite(size)
+        ]
         if bad:
-            text = f"At step {self.steps} the gradient of {bad[0]} is not finite."
+            text = (
+                f"At step {self.steps} the gradient of {bad[0]} is not finite."
+            )
             self._tell(Finding("not finite", bad[0], text))
         elif (
-            self.share and self.inputs is not None and self.affordable(self._expected())
+            self.share
+            and self.inputs is not None
+            and self.affordable(self._expected())
         ):
             self.examine()
 
@@ -774,7 +849,11 @@ class GradientDoctor(Watcher):
     @property
     def healthy(self) -> bool:
         """True if the model was examined, and nothing was found then or in between."""
-        return not self.findings and bool(self.diagnoses) and self.diagnoses[-1].healthy
+        return (
+            not self.findings
+            and bool(self.diagnoses)
+            and self.diagnoses[-1].healthy
+        )
 
     def __str__(self) -> str:
         lines = [

@@ -41,7 +41,9 @@ class Derivative:
         return torch.autograd.grad(self.graph, self.y, u, retain_graph=True)[0]
 
     def forwards(self, v: Tensor) -> Tensor:
-        return torch.autograd.grad(self.pulled, self.probe, v, retain_graph=True)[0]
+        return torch.autograd.grad(
+            self.pulled, self.probe, v, retain_graph=True
+        )[0]
 
 
 class Chain:
@@ -201,7 +203,9 @@ def chain_extremes(
             smallest = 1 / ritz.largest if symplectic else ritz.smallest
             values[0, row, i] = smallest
             values[1, row, i] = ritz.largest
-    return Extremes(chosen, values[0], values[1], shortfall(y[0].numel(), steps))
+    return Extremes(
+        chosen, values[0], values[1], shortfall(y[0].numel(), steps)
+    )
 
 
 def unit_extremes(
@@ -237,5 +241,6 @@ def unit_extremes(
 def unit_layers(unit: HamiltonianUnit) -> list[Function]:
     """The layers of a unit, one function each."""
     return [
-        lambda y, j=j: unit.run_layers(y, slice(j, j + 1)) for j in range(unit.layers)
+        lambda y, j=j: unit.run_layers(y, slice(j, j + 1))
+        for j in range(unit.layers)
     ]

@@ -51,7 +51,9 @@ class Measured:
     norms: Tensor
     slack: Tensor  # (L, B): the relative distance that rounding can have moved a norm
     trouble: str = ""
-    complete: bool = True  # False if norms are lower bounds that may be too small
+    complete: bool = (
+        True  # False if norms are lower bounds that may be too small
+    )
     smallest: float | None = None  # singular value
     defect: float | None = None  # of symplecticity, the largest of all layers
     symplectic: bool | None = None
@@ -98,7 +100,9 @@ def _measure_matrices(net: Network, states: Tensor) -> Measured:
         inverse = values[:, -1].clamp_min(eps * values[:, 0]) * growth
         moved = moved + size[j] * sizes[j + 1] / inverse
         slack[j] = (4 * n * eps * (1 + moved)).nan_to_num(torch.inf)
-        least = min(least, float((values[:, -1] * growth).nan_to_num(torch.inf).min()))
+        least = min(
+            least, float((values[:, -1] * growth).nan_to_num(torch.inf).min())
+        )
         if J is not None:
             _see_symplecticity(result, M, J, 64 * n * eps * size[j])
     sizes[:-1, ~states.isfinite().all(-1).all(0)] = torch.nan
@@ -110,7 +114,9 @@ def _measure_matrices(net: Network, states: Tensor) -> Measured:
     return result
 
 
-def _see_symplecticity(result: Measured, M: Tensor, J: Tensor, error: Tensor) -> None:
+def _see_symplecticity(
+    result: Measured, M: Tensor, J: Tensor, error: Tensor
+) -> None:
     """Compare the defect of one layer with the rounding of M, which is off by `error`."""
     defects = symplectic_defect(M, J).nan_to_num(0.0)
     allowed = error / norms(M).clamp_min(1.0)
@@ -159,7 +165,9 @@ def _why_not_finite(net: Network, states: Tensor) -> str:
     return f"states are not finite from layer {int((~finite).nonzero()[0])} on"
 
 
-def _differs(module: Any, y: Tensor, u: Tensor, end: Tensor, gradient: Tensor) -> bool:
+def _differs(
+    module: Any, y: Tensor, u: Tensor, end: Tensor, gradient: Tensor
+) -> bool:
     """True if a module's value, or the gradient of its product with u, is another one."""
     with torch.enable_grad():
         leaf = y.detach().clone().requires_grad_()
@@ -175,13 +183,17 @@ def _differs(module: Any, y: Tensor, u: Tensor, end: Tensor, gradient: Tensor) -
 
 
 def _random(like: Tensor) -> Tensor:
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(like)
+    return torch.randn(
+        like.shape, generator=torch.Generator().manual_seed(1)
+    ).to(like)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
     finite = a.isfinite() & b.isfinite()
     size = b.where(finite, 0.0).abs().max()
-    return bool(((a - b).where(finite, 0.0).abs() <= SAME * size + 1e-290).all())
+    return bool(
+        ((a - b).where(finite, 0.0).abs() <= SAME * size + 1e-290).all()
+    )
 
 
 # Images and blocks of any modules
@@ -219,8 +231,12 @@ def measure_layers(module: Any, call: Call, *, promised: bool) -> Measured:
         result = Measured(len(functions), y[0].numel(), layers, sizes, slack)
         result.complete = _measure_chain(chain, y, layers, sizes, STEPS)
         if promised and not result.complete and bool((sizes < 1).any()):
-            result.complete = _measure_chain(chain, y, layers, sizes, MORE_STEPS)
-        result.trouble = _chain_trouble(module, Call(y, args, options), chain, result)
+            result.complete = _measure_chain(
+                chain, y, layers, sizes, MORE_STEPS
+            )
+        result.trouble = _chain_trouble(
+            module, Call(y, args, options), chain, result
+        )
         if getattr(module, "symplectic", False):
             result.defect = _block_defect(chain, y, module.dim)
             result.symplectic = result.defect <= float(slack[0, 0])
@@ -249,7 +265,9 @@ def _measure_chain(
     return complete
 
 
-def _chain_trouble(module: Any, call: Call, chain: Chain, result: Measured) -> str:
+def _chain_trouble(
+    module: Any, call: Call, chain: Chain, result: Measured
+) -> str:
     if not bool(result.norms.isfinite().all()):
         return "a state or a derivative is not finite"
     if float(result.slack[0, 0]) > HIDDEN:
@@ -276,7 +294,9 @@ def _rounding(chain: Chain, y: Tensor) -> float:
     u = _random(y)
     v = chain.backwards(u)
     square = float(v.square().sum())
-    return abs(float((u * chain.forwards(v)).sum()) - square) / max(square, 1e-300)
+    return abs(float((u * chain.forwards(v)).sum()) - square) / max(
+        square, 1e-300
+    )
 
 
 def _block_defect(chain: Chain, y: Tensor, dim: int) -> float:
@@ -296,4 +316,6 @@ def _turned(v: Tensor, dim: int) -> Tensor:
 
 def _spread(count: int, most: int) -> list[int]:
     """At most so many of 0 .. count - 1, evenly spread, with the first and the last."""
-    return torch.linspace(0, count - 1, min(count, most)).round().long().tolist()
+    return (
+        torch.linspace(0, count - 1, min(count, most)).round().long().tolist()
+    )

@@ -14,7 +14,9 @@ from typing import Any
 
 VANISHED = 1e-4
 SHRUNK = 1e-2  # no gain above this counts as vanished
-FAINT = 1e-3  # a state this small has died out, in whatever units the inputs are
+FAINT = (
+    1e-3  # a state this small has died out, in whatever units the inputs are
+)
 EXPLODED = 1e3
 GROWN = 100.0  # states that grow by so much, and to so much, explode with the gradient
 DEAD = 0.5  # of the units of a healthy layer of ReLU can be off for all samples
@@ -84,7 +86,9 @@ class ActivationCount:
     units: int = 0
     dead: int = 0  # units that are flat for all samples
     always: int = 0  # units that are flat for none
-    active: float = 0.0  # the share of samples for which the other units are not flat
+    active: float = (
+        0.0  # the share of samples for which the other units are not flat
+    )
 
 
 @dataclass
@@ -95,7 +99,9 @@ class Examination:
         default_factory=list
     )  # up to y_N, which enters the head
     activations: list[ActivationCount] = field(default_factory=list)
-    not_finite: str = ""  # the first module that makes NaN or infinity of finite inputs
+    not_finite: str = (
+        ""  # the first module that makes NaN or infinity of finite inputs
+    )
     bad_gradient: str = ""  # the last state whose gradient is not finite
     detached: list[str] = field(
         default_factory=list
@@ -170,7 +176,9 @@ def _is_dead(a: ActivationCount) -> bool:
     """
     if a.dead < DEAD * a.units:
         return False
-    alike = _tail(a.units, a.dead, DEAD) if a.dead >= MOSTLY_DEAD * a.units else 1.0
+    alike = (
+        _tail(a.units, a.dead, DEAD) if a.dead >= MOSTLY_DEAD * a.units else 1.0
+    )
     uneven = _tail(a.dead + a.always, a.dead, 0.5)
     unlucky = _tail(a.units, a.dead, (1 - a.active) ** a.samples)
     return min(alike, max(uneven, unlucky)) < RARE
@@ -181,7 +189,9 @@ def _tail(n: int, k: int, p: float) -> float:
     if n > 1000:
         spread = math.sqrt(max(2 * n * p * (1 - p), 1e-300))
         return 0.5 * math.erfc((k - 0.5 - n * p) / spread)
-    return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
+    return sum(
+        math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1)
+    )
 
 
 def saturated(seen: Examination) -> Iterator[Finding]:
@@ -227,7 +237,9 @@ def _vanished(between: list[LayerGain], first: LayerGain) -> Finding:
     names = list(dict.fromkeys(layer.layer for layer in blamed))
     where = f"{names[0]} lets"
     if len(names) > 1:
-        where = f"each of {len(names)} layers from {names[0]} to {names[-1]} lets"
+        where = (
+            f"each of {len(names)} layers from {names[0]} to {names[-1]} lets"
+        )
     return Finding(
         "vanishing",
         names[0],
@@ -263,7 +275,9 @@ def exploding(seen: Examination) -> Iterator[Finding]:
 def unused(seen: Examination) -> Iterator[Finding]:
     if seen.unused:
         modules = list(
-            dict.fromkeys(name.rpartition(".")[0] or name for name in seen.unused)
+            dict.fromkeys(
+                name.rpartition(".")[0] or name for name in seen.unused
+            )
         )
         yield Finding(
             "unused",

@@ -86,7 +86,9 @@ def backward_sensitivity(
     Phi = torch.eye(n, dtype=states.dtype, device=states.device)
     Phi = Phi.repeat(states.shape[1], 1, 1)
     by_layer = {net.layers: Phi}
-    for j, M in backward_factors(net, states, low=min(chosen, default=net.layers)):
+    for j, M in backward_factors(
+        net, states, low=min(chosen, default=net.layers)
+    ):
         Phi = M @ Phi
         if j in chosen:
             by_layer[j] = Phi.where(~lost[:, None, None], torch.nan)
@@ -163,7 +165,9 @@ def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
     """
     name = f"{ord:g}" if isinstance(ord, float) else str(ord)
     order = ORDERS[choose("ord", name, ORDERS)]
-    sizes, finite = _of_finite(Phi, lambda A: torch.linalg.matrix_norm(A, order))
+    sizes, finite = _of_finite(
+        Phi, lambda A: torch.linalg.matrix_norm(A, order)
+    )
     unknown = Phi.isnan().flatten(-2).any(-1)
     return sizes.where(finite, torch.inf).where(~unknown, torch.nan)
 
@@ -235,7 +239,9 @@ def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
     return norms(P.mT @ unit_J @ P - unit_J / size / size)
 
 
-def is_symplectic(Phi: Tensor, J: Tensor, *, tolerance: float | None = None) -> bool:
+def is_symplectic(
+    Phi: Tensor, J: Tensor, *, tolerance: float | None = None
+) -> bool:
     """True if every matrix is symplectic with respect to J, up to the rounding of its dtype.
 
     Args:

@@ -38,7 +38,10 @@ class Watcher:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer | None, every: int | None, share: float
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        every: int | None,
+        share: float,
     ) -> None:
         self.optimizer = optimizer
         self.every = None if every is None else positive_int("every", every)
@@ -94,7 +97,9 @@ class Watcher:
         if what in self.warned:
             return False
         self.warned.append(what)
-        warnings.warn(f"step {self.steps}: {text}", GradientWarning, stacklevel=4)
+        warnings.warn(
+            f"step {self.steps}: {text}", GradientWarning, stacklevel=4
+        )
         return True
 
 
@@ -165,7 +170,9 @@ class GradientMonitor(Watcher):
             )
         super().__init__(optimizer, every, SHARE)
         self.model = model
-        self.x = x.detach().reshape(-1, x.shape[-1])[: positive_int("samples", samples)]
+        self.x = x.detach().reshape(-1, x.shape[-1])[
+            : positive_int("samples", samples)
+        ]
         self.records: list[Record] = []
         self.findings: list[str] = []
 
@@ -195,7 +202,9 @@ class GradientMonitor(Watcher):
         if bool(lost.any()):
             largest[:-1] = torch.inf
         of_mean = norms(Phi[:, ~lost].mean(1))
-        curves = [curve.tolist() for curve in (smallest, median, largest, of_mean)]
+        curves = [
+            curve.tolist() for curve in (smallest, median, largest, of_mean)
+        ]
         record = Record(self.steps, *curves, missing=int(lost.sum()))
         self.records.append(record)
         self._judge(record)
@@ -203,8 +212,12 @@ class GradientMonitor(Watcher):
 
     def _judge(self, record: Record) -> None:
         """Warn the first time that gradients vanish, explode or cannot be computed."""
-        small = [j for j, norm in enumerate(record.median[:-1]) if norm < VANISHED]
-        large = [j for j, norm in enumerate(record.largest[:-1]) if norm > EXPLODED]
+        small = [
+            j for j, norm in enumerate(record.median[:-1]) if norm < VANISHED
+        ]
+        large = [
+            j for j, norm in enumerate(record.largest[:-1]) if norm > EXPLODED
+        ]
         if small:
             self._say(
                 "vanish",
@@ -244,10 +257,13 @@ class GradientMonitor(Watcher):
         """All records as text: step, layer, and the norms over the samples."""
         lines = [f"step,layer,{','.join(NAMES)}"]
         for record in self.records:
-            columns = zip(*(getattr(record, name) for name in NAMES), strict=True)
+            columns = zip(
+                *(getattr(record, name) for name in NAMES), strict=True
+            )
             for j, values in enumerate(columns):
                 lines.append(
-                    f"{record.step},{j}," + ",".join(f"{value:.6g}" for value in values)
+                    f"{record.step},{j},"
+                    + ",".join(f"{value:.6g}" for value in values)
                 )
         return "\n".join([*lines, ""])
 

@@ -28,7 +28,13 @@ from hdnn.errors import HDNNError
 
 EXPERIMENTS = (
     *("table-planar", "table-distributed", "table-mnist", "table-cifar"),
-    *("fig-planar", "fig-distributed", "fig-gradients", "fig-exploding", "fig-cifar"),
+    *(
+        "fig-planar",
+        "fig-distributed",
+        "fig-gradients",
+        "fig-exploding",
+        "fig-cifar",
+    ),
 )
 
 # The base class of errors about options, of the click that typer needs or brings.
@@ -42,7 +48,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+    },
 )
 
 
@@ -51,7 +60,10 @@ def run(arguments: Sequence[str]) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: say(f"note: {message}")
         try:
-            return app(list(arguments), prog_name="hdnn", standalone_mode=False) or 0
+            return (
+                app(list(arguments), prog_name="hdnn", standalone_mode=False)
+                or 0
+            )
         except HDNNError as error:
             return say(error, 2)
         except WRONG_OPTION as error:
@@ -65,7 +77,9 @@ def run(arguments: Sequence[str]) -> int:
             sys.stderr.close()  # Python would complain about the closed pipe
             return 0
         except OSError as error:
-            return say(f"{error.filename or 'output'}: {error.strerror or error}.", 2)
+            return say(
+                f"{error.filename or 'output'}: {error.strerror or error}.", 2
+            )
 
 
 def say(message: object, code: int = 0) -> int:
@@ -77,7 +91,9 @@ def say(message: object, code: int = 0) -> int:
 def show(result: dict[str, Any], text: str, as_json: bool) -> None:
     """Print a result for programs or for people."""
     if as_json:
-        finite = json.loads(json.dumps(result), parse_constant=lambda _: None)  # no NaN
+        finite = json.loads(
+            json.dumps(result), parse_constant=lambda _: None
+        )  # no NaN
         text = json.dumps(finite, indent=1)
     sys.stdout.write(text.rstrip("\n") + "\n")
 
@@ -93,7 +109,10 @@ def command(
     def register(function: Any) -> Any:
         if configs:
             function.__signature__ = signature(configs, names)
-        settings = {"allow_extra_args": passes_on, "ignore_unknown_options": passes_on}
+        settings = {
+            "allow_extra_args": passes_on,
+            "ignore_unknown_options": passes_on,
+        }
         epilog = "\b\nExamples:\n" + "\n".join(
             f"  hdnn {example}" for example in examples
         )
@@ -102,7 +121,9 @@ def command(
     return register
 
 
-def signature(configs: Sequence[type], names: Sequence[str] | None = None) -> Signature:
+def signature(
+    configs: Sequence[type], names: Sequence[str] | None = None
+) -> Signature:
     """An option for each field of dataclasses; None or False if it is not given."""
     parameters = []
     for name, (annotation, about) in all_options(*configs).items():
@@ -113,7 +134,9 @@ def signature(configs: Sequence[type], names: Sequence[str] | None = None) -> Si
         kind = Annotated[annotation if is_flag else annotation | None, flag]
         default = False if is_flag else None
         parameters.append(
-            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            Parameter(
+                name, Parameter.KEYWORD_ONLY, default=default, annotation=kind
+            )
         )
     return Signature(parameters)
 
@@ -168,7 +191,9 @@ def train(**options: Any) -> None:
     from hdnn.app.runs import Run
 
     values = chosen(options)
-    resumed = "resume" in values and "out" in values and Run(values["out"]).of_graph
+    resumed = (
+        "resume" in values and "out" in values and Run(values["out"]).of_graph
+    )
     if "graph" in values or resumed:
         from hdnn.app import graph as job
     else:
@@ -200,15 +225,19 @@ def launch(**options: Any) -> None:
 )
 def predict(
     run: Annotated[
-        str, Option(help="folder of a run, or of the runs of --seeds: their mean")
+        str,
+        Option(help="folder of a run, or of the runs of --seeds: their mean"),
     ],
     data: Annotated[
-        str, Option(help="a file with the same columns, or the name of a data set")
+        str,
+        Option(help="a file with the same columns, or the name of a data set"),
     ],
     out: Annotated[
         str | None, Option(help="CSV file to write (default: print it)")
     ] = None,
-    proba: Annotated[bool, Option("--proba", help="probability of each class")] = False,
+    proba: Annotated[
+        bool, Option("--proba", help="probability of each class")
+    ] = False,
     overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -249,19 +278,31 @@ def certify(
 
 
 @command(
-    "reproduce table-planar", "reproduce fig-exploding --out results", passes_on=True
+    "reproduce table-planar",
+    "reproduce fig-exploding --out results",
+    passes_on=True,
 )
 def reproduce(
     context: typer.Context,
-    name: Annotated[str, Argument(help=f"all, or one of {', '.join(EXPERIMENTS)}")],
-    out: Annotated[str, Option(help="folder for the results")] = "runs/reproduced",
+    name: Annotated[
+        str, Argument(help=f"all, or one of {', '.join(EXPERIMENTS)}")
+    ],
+    out: Annotated[
+        str, Option(help="folder for the results")
+    ] = "runs/reproduced",
 ) -> int:
     """Run an experiment of the paper; other options go to it."""
     from hdnn import experiments
     from hdnn.errors import choose
 
-    names = EXPERIMENTS if name == "all" else [choose("experiment", name, EXPERIMENTS)]
-    return max(experiments.main(each, ["--out", out, *context.args]) for each in names)
+    names = (
+        EXPERIMENTS
+        if name == "all"
+        else [choose("experiment", name, EXPERIMENTS)]
+    )
+    return max(
+        experiments.main(each, ["--out", out, *context.args]) for each in names
+    )
 
 
 @command(
@@ -327,11 +368,15 @@ def new_file(out: str, overwrite: bool) -> str:
     from hdnn.errors import CheckpointError
 
     if os.path.isdir(out):
-        raise CheckpointError(f"{out} is a folder; name a file in it with --out.")
+        raise CheckpointError(
+            f"{out} is a folder; name a file in it with --out."
+        )
     if os.path.lexists(out) and not overwrite:
         raise CheckpointError(
             f"{out} exists; choose another name, or replace it (--overwrite)."
         )
     if not os.path.isdir(os.path.dirname(out) or "."):
-        raise CheckpointError(f"there is no folder {os.path.dirname(out)} for {out}.")
+        raise CheckpointError(
+            f"there is no folder {os.path.dirname(out)} for {out}."
+        )
     return out

@@ -45,7 +45,12 @@ GRAPH_OPTIONS = (  # of a training on a graph
     ),
     *("smoothness", "seed"),
 )
-LAYERS = {"swiss_roll": 64, "double_moons": 64, "double_circles": 64, "mnist": 8}
+LAYERS = {
+    "swiss_roll": 64,
+    "double_moons": 64,
+    "double_circles": 64,
+    "mnist": 8,
+}
 
 
 def option(help: str, default: Any = None) -> Any:
@@ -55,7 +60,9 @@ def option(help: str, default: Any = None) -> Any:
 
 def many(help: str) -> Any:
     """An option that may be repeated."""
-    return field(default_factory=list, metadata={"help": f"{help} (may be repeated)"})
+    return field(
+        default_factory=list, metadata={"help": f"{help} (may be repeated)"}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +84,9 @@ class Config:
         "number of layers (default: 64; for a file 16, for images as in the paper)"
     )
     T: float | None = option("time that all layers span; a step is T / layers")
-    activation: str | None = option("tanh, relu, sigmoid, softplus, gelu, silu, sin ..")
+    activation: str | None = option(
+        "tanh, relu, sigmoid, softplus, gelu, silu, sin .."
+    )
     epochs: int | None = option(
         "passes over the data (default: 50; for a file 120 or fewer, for images 40)"
     )
@@ -91,7 +100,9 @@ class Config:
     smoothness: float | None = option(
         "penalty on differences between neighbouring layers"
     )
-    seed: int = option("of split, weights and order of the data (default: 0)", 0)
+    seed: int = option(
+        "of split, weights and order of the data (default: 0)", 0
+    )
     device: str = option("cpu (default), cuda or auto", "cpu")
 
     @classmethod
@@ -121,17 +132,24 @@ class Config:
             if number is not None:
                 positive_int(name, number)
         if not 0 <= self.seed < SEEDS:
-            raise OptionError(f"seed must be from 0 to 2^32 - 1, but got {self.seed}.")
+            raise OptionError(
+                f"seed must be from 0 to 2^32 - 1, but got {self.seed}."
+            )
 
     @property
     def run_name(self) -> str:
         """The name of the run's folder: swiss_roll-h2-64-0, or iris-species-h2-16-0."""
-        parts = [plain_name(Path(self.data).stem), getattr(self, "target", None)]
+        parts = [
+            plain_name(Path(self.data).stem),
+            getattr(self, "target", None),
+        ]
         layers = self.layers or LAYERS.get(
             self.data, 6 if self.data == "cifar10" else 16
         )
         parts += [self.network, layers, self.seed]
-        return "-".join(plain_name(str(part)) for part in parts if part is not None)
+        return "-".join(
+            plain_name(str(part)) for part in parts if part is not None
+        )
 
     def options(self) -> dict[str, Any]:
         """All options that have a value."""
@@ -155,7 +173,9 @@ class TableConfig(Config):
     class_weight: str | None = option(
         "balanced, or a weight for each class: yes=2,no=1"
     )
-    test_fraction: float | None = option("of the rows, kept for testing (default: 0.2)")
+    test_fraction: float | None = option(
+        "of the rows, kept for testing (default: 0.2)"
+    )
     validation: float | None = option(
         "fraction of the other rows to measure after each epoch"
     )
@@ -203,7 +223,9 @@ class TableConfig(Config):
                 f"--target is missing; name the column of {self.data} to predict."
             )
         elif self.target in self.drop:
-            raise OptionError(f"--drop {self.target} would leave out the target.")
+            raise OptionError(
+                f"--drop {self.target} would leave out the target."
+            )
 
     def weights(self) -> str | dict[str, float] | None:
         """The class weights as a word, or a number for each name."""
@@ -241,7 +263,9 @@ class ImageConfig(Config):
 class RunOptions:
     """Options that say where results go and what is shown."""
 
-    graph: str | None = option("TOML file: train on its nodes (see hdnn launch)")
+    graph: str | None = option(
+        "TOML file: train on its nodes (see hdnn launch)"
+    )
     config: str | None = option(
         "TOML file with options under [train]; flags overrule it"
     )
@@ -266,7 +290,9 @@ class LaunchOptions:
     parts: int | None = option(
         "processes that share the nodes (default: one for each node)"
     )
-    restarts: int | None = option("start again this many times after a process is lost")
+    restarts: int | None = option(
+        "start again this many times after a process is lost"
+    )
     out: str | None = option(
         "folder of the run (default: runs/GRAPH-DATA-NETWORK-LAYERS-SEED)"
     )
@@ -289,14 +315,19 @@ def all_options(*configs: type) -> dict[str, tuple[Any, str]]:
         types = get_type_hints(config)
         for entry in fields(config):
             if "help" in entry.metadata and entry.name not in options:
-                options[entry.name] = (types[entry.name], entry.metadata["help"])
+                options[entry.name] = (
+                    types[entry.name],
+                    entry.metadata["help"],
+                )
     return options
 
 
 def _fits(value: Any, annotation: Any) -> bool:
     """True if a value of a TOML file has the type of an option."""
     if get_origin(annotation) is list:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return isinstance(value, list) and all(
+            isinstance(item, str) for item in value
+        )
     kinds = get_args(annotation) or (annotation,)
     if float in kinds and type(value) is int:
         return True
@@ -313,12 +344,16 @@ def plain_name(text: str) -> str:
 # Files
 
 
-def read_options(path: str | os.PathLike[str], table: str = "train") -> dict[str, Any]:
+def read_options(
+    path: str | os.PathLike[str], table: str = "train"
+) -> dict[str, Any]:
     """The options in a TOML file, under the name of a table."""
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}.") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror}."
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not a TOML file: {error}.") from error
     options = content.get(table)
@@ -344,7 +379,8 @@ def write_options(path: Path, table: str, options: Mapping[str, Any]) -> None:
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         entries = [
-            f"{json.dumps(name)} = {_toml(entry)}" for name, entry in value.items()
+            f"{json.dumps(name)} = {_toml(entry)}"
+            for name, entry in value.items()
         ]
         return "{" + ", ".join(entries) + "}"
     if isinstance(value, (list, tuple)):

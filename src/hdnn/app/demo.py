@@ -27,7 +27,12 @@ def run(
 ) -> dict[str, Any]:
     """Train, certify, draw and save; the results as JSON can hold them."""
     start = time.perf_counter()
-    options = {"data": "swiss_roll", "layers": layers, "epochs": epochs, "seed": seed}
+    options = {
+        "data": "swiss_roll",
+        "layers": layers,
+        "epochs": epochs,
+        "seed": seed,
+    }
     job = PlaneJob(
         TableConfig.build({k: v for k, v in options.items() if v is not None})
     )
@@ -35,7 +40,9 @@ def run(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"cannot write to {folder}: {error.strerror}.") from error
+        raise CheckpointError(
+            f"cannot write to {folder}: {error.strerror}."
+        ) from error
     job.fit(None, True)
     certificate = job.certify()
     file = folder / "model.safetensors"

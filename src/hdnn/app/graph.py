@@ -95,7 +95,9 @@ class GraphJob:
         self.resume = "resume" in values
         self.overwrite = "overwrite" in values
         self.config = {
-            name: value for name, value in values.items() if name in GRAPH_OPTIONS
+            name: value
+            for name, value in values.items()
+            if name in GRAPH_OPTIONS
         }
         self.graph = self.read_graph(values)
         self.graph.check()
@@ -135,16 +137,26 @@ class GraphJob:
             return graph
         if "nodes" in values:
             return Graph.ring(values["nodes"])
-        raise OptionError("name a graph: --graph FILE.toml, or --nodes 8 for a ring.")
+        raise OptionError(
+            "name a graph: --graph FILE.toml, or --nodes 8 for a ring."
+        )
 
     def run_name(self, graph: str) -> str:
-        parts = [graph, plain_name(Path(self.data).stem), self.config["network"]]
-        return "-".join([*parts, str(self.config["layers"]), str(self.config["seed"])])
+        parts = [
+            graph,
+            plain_name(Path(self.data).stem),
+            self.config["network"],
+        ]
+        return "-".join(
+            [*parts, str(self.config["layers"]), str(self.config["seed"])]
+        )
 
     def read_table(self) -> None:
         """Read the file, and give each input a feature of the node that has its column."""
         names = ("data", "seed", *TABLE)
-        options = {name: self.config[name] for name in names if name in self.config}
+        options = {
+            name: self.config[name] for name in names if name in self.config
+        }
         self.problem = load(TableConfig.build(options))
         sources = self.problem.encoder.sources
         owners = {}
@@ -160,11 +172,17 @@ class GraphJob:
             sizes[node] = max(sizes[node], math.ceil(len(inputs) / 2))
         self.graph = Graph.of({**self.graph.table(), "sizes": sizes})
         free = {node: iter(node_features(self.graph, node)) for node in owners}
-        self.placement = [next(free[self.graph.columns[source]]) for source in sources]
+        self.placement = [
+            next(free[self.graph.columns[source]]) for source in sources
+        ]
 
     def options(self) -> dict[str, Any]:
         """The arguments of `hdnn.distributed.train`."""
-        own = {k: v for k, v in self.config.items() if k not in ("data", "T", *TABLE)}
+        own = {
+            k: v
+            for k, v in self.config.items()
+            if k not in ("data", "T", *TABLE)
+        }
         step = STEP
         if "T" in self.config:
             step = self.config["T"] / self.config["layers"]
@@ -197,7 +215,8 @@ class GraphJob:
                 def tell(state: dict[str, Any]) -> None:
                     if show and "epoch" in state:
                         line.update(
-                            state["epoch"], f"loss {state.get('loss', math.nan):.4f}"
+                            state["epoch"],
+                            f"loss {state.get('loss', math.nan):.4f}",
                         )
 
                 metrics = start(tell, **self.options())
@@ -210,10 +229,14 @@ class GraphJob:
             metrics["versions"] = {"hdnn": __version__}
             problem = self.rows()
             io.save(
-                model, run.model_file, note=None if problem is None else problem.note()
+                model,
+                run.model_file,
+                note=None if problem is None else problem.note(),
             )
             metrics.pop("model", None)
-            metrics["pictures"] = draw(lambda: self.pictures(metrics), run.folder)
+            metrics["pictures"] = draw(
+                lambda: self.pictures(metrics), run.folder
+            )
             io.write_json(run.metrics_file, metrics)
         return metrics
 
@@ -227,14 +250,22 @@ class GraphJob:
             ("test", problem.x_test, problem.t_test),
         ):
             distributed.write_nodes(
-                self.data, self.graph, x, t, self.placement, classes=classes, part=part
+                self.data,
+                self.graph,
+                x,
+                t,
+                self.placement,
+                classes=classes,
+                part=part,
             )
 
     def rows(self) -> Problem | None:
         """The data of the whole model, where they are not node files."""
         if self.data in PLANAR_SETS:
             return load(
-                TableConfig.build({"data": self.data, "seed": self.config["seed"]})
+                TableConfig.build(
+                    {"data": self.data, "seed": self.config["seed"]}
+                )
             )
         return self.problem
 
@@ -249,7 +280,9 @@ class GraphJob:
         return {**problem.scores(model), "certificate": certificate.to_dict()}
 
     def pictures(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        return {"training": plotting.training_history(History(**metrics["history"]))}
+        return {
+            "training": plotting.training_history(History(**metrics["history"]))
+        }
 
 
 def needs(graph: Graph) -> dict[str, Any]:
@@ -271,7 +304,8 @@ def text(result: Mapping[str, Any]) -> str:
     """A result for people."""
     if "certificate" not in result:
         lines = [
-            f"{name.replace('_', ' '):<16} {value}" for name, value in result.items()
+            f"{name.replace('_', ' '):<16} {value}"
+            for name, value in result.items()
         ]
         return "\n".join(lines)
     lines = [

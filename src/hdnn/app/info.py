@@ -44,7 +44,12 @@ def about() -> dict[str, dict[str, str]]:
     for name in IMAGE_SETS:
         data[name] = _image_set(name)
     extras = {extra: _extra(extra) for extra in EXTRAS}
-    return {"versions": versions, "devices": devices, "extras": extras, "data": data}
+    return {
+        "versions": versions,
+        "devices": devices,
+        "extras": extras,
+        "data": data,
+    }
 
 
 def text(result: dict[str, dict[str, str]]) -> str:
@@ -57,7 +62,9 @@ def text(result: dict[str, dict[str, str]]) -> str:
 
 
 def _extra(extra: str) -> str:
-    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None
+    ]
     if not missing:
         return "ready"
     return f"{', '.join(missing)} missing: pip install 'hdnn[{extra}]'"

@@ -16,8 +16,12 @@ from hdnn.errors import OptionError
 
 HERE = Path(__file__).with_name("playground")
 HOST = "127.0.0.1"  # nobody but this machine
-IMPORT = re.compile(r'^(?:import|export)\s*\{[^{}]*\}\s*from\s*"([^"]+)";\n', re.M)
-EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.M)
+IMPORT = re.compile(
+    r'^(?:import|export)\s*\{[^{}]*\}\s*from\s*"([^"]+)";\n', re.M
+)
+EXPORT = re.compile(
+    r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.M
+)
 TIMEOUT = 10  # seconds until a client that sends or takes nothing is given up
 
 

@@ -61,7 +61,9 @@ def _combined(each: np.ndarray, target: Any, proba: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"runs": len(each)} if len(each) > 1 else {}
     if not target.classes:
         if proba:
-            raise OptionError("the run predicts values, which have no probabilities.")
+            raise OptionError(
+                "the run predicts values, which have no probabilities."
+            )
         result["predictions"] = mean.tolist()
         if len(each) > 1:
             result["spread"] = each.std(0, ddof=1).tolist()
@@ -88,10 +90,16 @@ def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
         images = train.load_images(data)
         dtype = next(model.parameters()).dtype
         x = images.normalised(images.images_test, dtype)
-        return outputs(model, x), images.t_test.numpy(), train.image_target(images)
+        return (
+            outputs(model, x),
+            images.t_test.numpy(),
+            train.image_target(images),
+        )
     encoder, target = run.columns()
     frame = read_rows(data, run.options().get("seed", 0))
-    x = torch.from_numpy(encoder.transform(frame)).to(next(model.parameters()).dtype)
+    x = torch.from_numpy(encoder.transform(frame)).to(
+        next(model.parameters()).dtype
+    )
     answers = outputs(model, x)
     if not target.classes:
         answers = target.decode(answers)
@@ -120,7 +128,9 @@ def read_rows(data: str, seed: int) -> Any:
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """A result without its long lists."""
-    return {name: value for name, value in result.items() if name not in ANSWERS}
+    return {
+        name: value for name, value in result.items() if name not in ANSWERS
+    }
 
 
 def text(result: dict[str, Any]) -> str:

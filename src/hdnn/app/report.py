@@ -90,14 +90,18 @@ class RunOnPage:
     @property
     def measure(self) -> str:
         """The name of that score."""
-        return next((name for name in TESTED if self.metrics.get(name) is not None), "")
+        return next(
+            (name for name in TESTED if self.metrics.get(name) is not None), ""
+        )
 
     @property
     def scores(self) -> list[tuple[str, str]]:
         """All scores, with those of the simplest answer."""
         rows = []
         for name, value in self.metrics.items():
-            measured = name.startswith(("test_", "train_", "validation_", "baseline_"))
+            measured = name.startswith(
+                ("test_", "train_", "validation_", "baseline_")
+            )
             if measured and isinstance(value, float):
                 rows.append((name.replace("_", " "), score_text(name, value)))
         return rows
@@ -133,7 +137,9 @@ def differing(options: Sequence[dict[str, Any]]) -> list[str]:
     names: dict[str, set[str]] = {}
     for values in options:
         for name in values:
-            names.setdefault(name, {str(each.get(name, "")) for each in options})
+            names.setdefault(
+                name, {str(each.get(name, "")) for each in options}
+            )
     return [name for name, values in names.items() if len(values) > 1]
 
 
@@ -141,7 +147,11 @@ def groups(runs: Sequence[RunOnPage]) -> list[dict[str, Any]]:
     """Mean and spread of runs that differ in nothing but their seed."""
     alike: dict[str, list[RunOnPage]] = {}
     for run in runs:
-        same = {name: value for name, value in run.options.items() if name not in ASIDE}
+        same = {
+            name: value
+            for name, value in run.options.items()
+            if name not in ASIDE
+        }
         if run.measure:
             alike.setdefault(str(same), []).append(run)
     return [_group(group) for group in alike.values() if len(group) > 1]
@@ -158,4 +168,8 @@ def _group(runs: Sequence[RunOnPage]) -> dict[str, Any]:
     }
     shown = {key: score_text(name, value) for key, value in facts.items()}
     first = Path(runs[0].name).name
-    return {"runs": f"{first} and {len(runs) - 1} more", "measure": name, **shown}
+    return {
+        "runs": f"{first} and {len(runs) - 1} more",
+        "measure": name,
+        **shown,
+    }

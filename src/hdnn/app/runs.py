@@ -25,7 +25,9 @@ from hdnn.app.config import (
 )
 from hdnn.errors import CheckpointError, HDNNError, OptionError
 
-FILES = re.compile(r"config\.toml|metrics\.json|model\.safetensors|\w+\.png|\..+\.tmp")
+FILES = re.compile(
+    r"config\.toml|metrics\.json|model\.safetensors|\w+\.png|\..+\.tmp"
+)
 FOLDERS = ("training",)
 SEED = re.compile(r"seed-\d+")
 
@@ -64,7 +66,9 @@ class Run:
 
     def options(self) -> dict[str, Any]:
         """All options of a run of any kind."""
-        return read_options(self.config_file, "launch" if self.of_graph else "train")
+        return read_options(
+            self.config_file, "launch" if self.of_graph else "train"
+        )
 
     def metrics(self) -> dict[str, Any]:
         """The results, with the folder in which they are now."""
@@ -85,7 +89,10 @@ class Run:
         from hdnn.data.tables import Encoder, Target
 
         note = io.load_tensors(self.model_file)[1].get("note")
-        if not isinstance(note, dict) or not {"inputs", "target"} <= note.keys():
+        if (
+            not isinstance(note, dict)
+            or not {"inputs", "target"} <= note.keys()
+        ):
             raise CheckpointError(
                 f"{self.model_file} does not say which columns it takes."
             )
@@ -132,7 +139,11 @@ class Run:
         """Remove the run, unless its folder holds anything else."""
         entries = list(self.folder.iterdir()) if self.folder.is_dir() else []
         for path in entries:
-            own = path.name in FOLDERS if path.is_dir() else FILES.fullmatch(path.name)
+            own = (
+                path.name in FOLDERS
+                if path.is_dir()
+                else FILES.fullmatch(path.name)
+            )
             if not own or path.is_symlink():
                 raise CheckpointError(
                     f"{self.folder} holds {path.name}, which is not part of a run, so nothing was "
@@ -147,13 +158,16 @@ class Run:
     @property
     def how_to_resume(self) -> str:
         command = "launch" if self.of_graph else "train"
-        return (
-            f"go on with: hdnn {command} --resume --out {shlex.quote(str(self.folder))}"
-        )
+        return f"go on with: hdnn {command} --resume --out {shlex.quote(str(self.folder))}"
 
     @contextmanager
     def opened(
-        self, table: str, options: Mapping[str, Any], *, resume: bool, overwrite: bool
+        self,
+        table: str,
+        options: Mapping[str, Any],
+        *,
+        resume: bool,
+        overwrite: bool,
     ) -> Iterator[None]:
         """Make and lock the folder and write the config; a failed new run leaves nothing."""
         try:
@@ -172,7 +186,9 @@ class Run:
             try:
                 yield
             except KeyboardInterrupt as error:
-                raise KeyboardInterrupt(f"interrupted; {self.how_to_resume}") from error
+                raise KeyboardInterrupt(
+                    f"interrupted; {self.how_to_resume}"
+                ) from error
             except HDNNError:
                 if fresh:
                     self.clear()
@@ -187,7 +203,9 @@ def members(folder: str | os.PathLike[str]) -> list[Run]:
     if run.exists or not run.folder.is_dir():
         return [run]
     seeds = [path for path in run.folder.iterdir() if SEED.fullmatch(path.name)]
-    runs = [Run(path) for path in sorted(seeds, key=lambda path: int(path.name[5:]))]
+    runs = [
+        Run(path) for path in sorted(seeds, key=lambda path: int(path.name[5:]))
+    ]
     return [each for each in runs if each.exists] or [run]
 
 

@@ -18,7 +18,9 @@ CHUNK = 4096  # samples that go through a model at once
 def outputs(model: Any, x: Tensor) -> np.ndarray:
     """Probabilities (rows, classes) of a classifier, or values (rows,) of a regression."""
     model.eval()
-    scores = torch.cat([model(chunk) for chunk in x.split(CHUNK)]).double().cpu()
+    scores = (
+        torch.cat([model(chunk) for chunk in x.split(CHUNK)]).double().cpu()
+    )
     head: Any = getattr(model, "head", None)
     if isinstance(head, RegressionHead):
         return scores[:, 0].numpy()
@@ -28,7 +30,10 @@ def outputs(model: Any, x: Tensor) -> np.ndarray:
 
 
 def evaluate(
-    answers: np.ndarray, truth: np.ndarray, classes: Sequence[str], common: int | float
+    answers: np.ndarray,
+    truth: np.ndarray,
+    classes: Sequence[str],
+    common: int | float,
 ) -> dict[str, Any]:
     """Scores of answers, beside those of always giving the commonest class, or the mean.
 
@@ -45,13 +50,22 @@ def evaluate(
         plain = float(np.sqrt(((truth - common) ** 2).mean()))
         r2 = 1 - float((errors**2).sum()) / spread if spread else float("nan")
         text = f"always answering the mean, {common:.4g}, would give an RMSE of {plain:.4g}"
-        return {"rmse": rmse, "r2": r2, "baseline_rmse": plain, "baseline": text}
+        return {
+            "rmse": rmse,
+            "r2": r2,
+            "baseline_rmse": plain,
+            "baseline": text,
+        }
     chosen = answers.argmax(1)
     counts = np.zeros((len(classes), len(classes)), int)
     np.add.at(counts, (truth, chosen), 1)
     plain = float((truth == common).mean())
     missed = (counts.sum(0) == 0) & (counts.sum(1) > 0)
-    never = [name for name, is_missed in zip(classes, missed, strict=True) if is_missed]
+    never = [
+        name
+        for name, is_missed in zip(classes, missed, strict=True)
+        if is_missed
+    ]
     return {
         "accuracy": float((chosen == truth).mean()),
         "baseline_accuracy": plain,
@@ -74,7 +88,9 @@ def score_lines(result: Mapping[str, Any], prefix: str = "") -> list[str]:
     for name in ("accuracy", "rmse", "r2"):
         if result.get(prefix + name) is not None:
             label = (prefix + name).replace("_", " ")
-            lines.append(f"{label:<16} {score_text(name, result[prefix + name])}")
+            lines.append(
+                f"{label:<16} {score_text(name, result[prefix + name])}"
+            )
     if lines and "baseline" in result:
         lines[0] += f" ({result['baseline']})"
     if result.get("never_predicted"):

@@ -27,14 +27,26 @@ from hdnn.app.config import (
 from hdnn.app.runs import Run
 from hdnn.app.scores import evaluate, outputs, score_lines, score_text
 from hdnn.data import ImageData, load_cifar10, load_mnist, planar
-from hdnn.errors import CheckpointError, MissingExtraError, OptionError, choose, require
+from hdnn.errors import (
+    CheckpointError,
+    MissingExtraError,
+    OptionError,
+    choose,
+    require,
+)
 from hdnn.heads import Augment, Model, SigmoidHead
 from hdnn.networks import BY_NAME
 from hdnn.training import History, fit, fit_images, recipes
 from hdnn.training.images import image_scores
 
 AnyConfig = TableConfig | ImageConfig
-SCORES = ("test_accuracy", "test_rmse", "test_r2", "train_accuracy", "train_rmse")
+SCORES = (
+    "test_accuracy",
+    "test_rmse",
+    "test_r2",
+    "train_accuracy",
+    "train_rmse",
+)
 PLANAR: dict[str, Any] = {
     "features": 4,
     "layers": 64,
@@ -120,7 +132,11 @@ def job_of_seed(
 
 
 def train(
-    config: AnyConfig, run: Run, values: Mapping[str, Any], *, progress: bool = True
+    config: AnyConfig,
+    run: Run,
+    values: Mapping[str, Any],
+    *,
+    progress: bool = True,
 ) -> dict[str, Any]:
     """Train, certify and write one run; a complete one that is resumed stays as it is."""
     resume = "resume" in values
@@ -130,20 +146,26 @@ def train(
     config = replace(config, device=find_device(config.device))
     job = start_job(config)
     options = job.config.options()
-    with run.opened("train", options, resume=resume, overwrite="overwrite" in values):
+    with run.opened(
+        "train", options, resume=resume, overwrite="overwrite" in values
+    ):
         job.fit(run.training_folder, progress)
         certificate = job.certify()
         io.save(job.model, run.model_file, note=job.note())
         metrics = {
             "run": str(run.folder),
             **options,
-            "network": repr(getattr(job.model, "net", job.model)).partition("\n")[0],
+            "network": repr(getattr(job.model, "net", job.model)).partition(
+                "\n"
+            )[0],
             "parameters": sum(p.numel() for p in job.model.parameters()),
             **job.metrics(),
             "epochs": len(job.history.loss),
             "training_seconds": round(job.history.seconds, 2),
             "history": job.history.curves(),
-            "certificate": None if certificate is None else certificate.to_dict(),
+            "certificate": None
+            if certificate is None
+            else certificate.to_dict(),
             "pictures": draw(lambda: job.pictures(certificate), run.folder),
             "versions": {"hdnn": __version__, "torch": torch.__version__},
             "seconds": round(time.perf_counter() - start, 2),
@@ -197,14 +219,20 @@ class Problem:
 
     def truth(self, t: Tensor) -> np.ndarray:
         """Labels, or values in their own units."""
-        return t.numpy() if self.target.classes else self.target.decode(t[:, 0].numpy())
+        return (
+            t.numpy()
+            if self.target.classes
+            else self.target.decode(t[:, 0].numpy())
+        )
 
     def scores(self, model: Any) -> dict[str, Any]:
         """Scores on training and test rows; baseline and confusion table on the test rows."""
         target = self.target
         train = self.truth(self.t)
         common = (
-            int(np.bincount(train).argmax()) if target.classes else float(train.mean())
+            int(np.bincount(train).argmax())
+            if target.classes
+            else float(train.mean())
         )
         metrics: dict[str, Any] = {
             "task": target.task,
@@ -215,7 +243,10 @@ class Problem:
             "common": common,
         }
         if not target.classes:
-            metrics |= {"target_mean": target.center, "target_std": target.scale}
+            metrics |= {
+                "target_mean": target.center,
+                "target_std": target.scale,
+            }
         dtype = next(model.parameters()).dtype
         parts = (("train", self.x, self.t), ("test", self.x_test, self.t_test))
         for name, x, t in parts:
@@ -223,7 +254,9 @@ class Problem:
                 answers = outputs(model, x.to(dtype))
                 if not target.classes:
                     answers = target.decode(answers)
-                scores = evaluate(answers, self.truth(t), target.classes, common)
+                scores = evaluate(
+                    answers, self.truth(t), target.classes, common
+                )
                 for score in ("accuracy", "rmse", "r2"):
                     if score in scores:
                         metrics[f"{name}_{score}"] = scores.pop(score)
@@ -252,9 +285,13 @@ def load_table(config: TableConfig) -> Problem:
     train, test = tables.hold_out(
         labels, share, config.seed, classes=bool(target.classes)
     )
-    encoder = tables.Encoder.fit(inputs.iloc[train], categorical=config.categorical)
+    encoder = tables.Encoder.fit(
+        inputs.iloc[train], categorical=config.categorical
+    )
     if not target.classes:  # its units are those of the training rows
-        target = tables.Target.fit(frame.iloc[train], config.target, "regression")
+        target = tables.Target.fit(
+            frame.iloc[train], config.target, "regression"
+        )
         labels = target.encode(frame)
     x = torch.from_numpy(encoder.transform(inputs))
     t = torch.from_numpy(labels if target.classes else labels[:, None])
@@ -269,7 +306,13 @@ def load_points(config: TableConfig) -> Problem:
     from hdnn.data import tables
 
     points = planar.load(config.data, seed=config.seed)
-    plain = {"kind": "number", "gaps": False, "fill": 0.0, "center": 0.0, "scale": 1.0}
+    plain = {
+        "kind": "number",
+        "gaps": False,
+        "fill": 0.0,
+        "center": 0.0,
+        "scale": 1.0,
+    }
     encoder = tables.Encoder([{"name": "x1", **plain}, {"name": "x2", **plain}])
     target = tables.Target("class", "classification", ["0", "1"])
     rows = (points.x_train, points.t_train, points.x_test, points.t_test)
@@ -302,7 +345,9 @@ class PlaneJob:
             from hdnn.data.tables import hold_out
 
             labels = t.numpy(force=True)
-            train, held = hold_out(labels, config.validation, config.seed, classes=True)
+            train, held = hold_out(
+                labels, config.validation, config.seed, classes=True
+            )
             self.held_out = (x[held], t[held])
             x = x[train]
             t = t[train]
@@ -380,7 +425,9 @@ class TableJob(PlaneJob):
         if config.solver is not None:
             options["solver"] = config.solver
         if config.validation:
-            rows, self.held_out = self.estimator._hold_out(rows, config.validation)
+            rows, self.held_out = self.estimator._hold_out(
+                rows, config.validation
+            )
             options["validation"] = self.held_out
         options |= {
             "folder": folder,
@@ -412,7 +459,9 @@ def estimator(config: TableConfig, problem: Problem) -> Any:
     )
     options = {name: getattr(config, name) for name in names}
     options = {
-        name: value for name, value in options.items() if value not in (None, [])
+        name: value
+        for name, value in options.items()
+        if value not in (None, [])
     }
     weights = config.weights()
     if weights is not None:
@@ -429,12 +478,16 @@ def estimator(config: TableConfig, problem: Problem) -> Any:
 def _by_label(weights: Any, target: Any) -> Any:
     """The weights of --class-weight, by label instead of by name."""
     if not target.classes:
-        raise OptionError(f"{target.name} has values, not classes: no --class-weight.")
+        raise OptionError(
+            f"{target.name} has values, not classes: no --class-weight."
+        )
     if isinstance(weights, str):
         return weights
     for name in weights:
         choose("class of --class-weight", name, target.classes)
-    return {target.classes.index(name): weight for name, weight in weights.items()}
+    return {
+        target.classes.index(name): weight for name, weight in weights.items()
+    }
 
 
 def build(config: TableConfig) -> Model:
@@ -445,8 +498,12 @@ def build(config: TableConfig) -> Model:
         options["T"] = config.T
     features = config.features or 0  # filled in
     network = choose("network", config.network, BY_NAME)
-    net = BY_NAME[network](features, config.layers, generator=generator, **options)
-    return Model(Augment(2, features), net, SigmoidHead(features, generator=generator))
+    net = BY_NAME[network](
+        features, config.layers, generator=generator, **options
+    )
+    return Model(
+        Augment(2, features), net, SigmoidHead(features, generator=generator)
+    )
 
 
 # Images
@@ -472,20 +529,30 @@ class ImageJob:
         data = load_images(config.data)
         names = ("batch", "learning_rate", "weight_decay", "smoothness")
         options = {name: getattr(config, name) for name in names}
-        chosen = {name: value for name, value in options.items() if value is not None}
+        chosen = {
+            name: value for name, value in options.items() if value is not None
+        }
         if config.images is not None:
             data = data.first(config.images)
             chosen.setdefault("batch", max(1, config.images // STEPS))
         if config.device == "cpu":
             chosen["bf16"] = False  # slow on most CPUs
         recipe = recipes.image_recipe(
-            config.data, config.network, epochs=epochs, seed=config.seed, **chosen
+            config.data,
+            config.network,
+            epochs=epochs,
+            seed=config.seed,
+            **chosen,
         )
         self.data = data
         self.recipe = recipe
-        settings = recipes.image_settings(config.data, config.network, epochs=epochs)
+        settings = recipes.image_settings(
+            config.data, config.network, epochs=epochs
+        )
         if not settings and (config.layers or config.T or config.activation):
-            raise OptionError(f"{config.network} has no Hamiltonian layers to set.")
+            raise OptionError(
+                f"{config.network} has no Hamiltonian layers to set."
+            )
         if config.layers is not None:
             settings["layers"] = config.layers
         if config.activation is not None:
@@ -495,7 +562,9 @@ class ImageJob:
         self.model = recipes.image_network(
             config.data, config.network, seed=config.seed, **settings
         )
-        self.config = replace(config, epochs=epochs, layers=settings.get("layers"))
+        self.config = replace(
+            config, epochs=epochs, layers=settings.get("layers")
+        )
         self.history = History()
 
     def fit(self, folder: Path | None, progress: bool) -> None:
@@ -528,7 +597,9 @@ class ImageJob:
         scores = image_scores(self.model, data, data.images_test).double()
         common = int(torch.bincount(data.t_train.cpu()).argmax())
         truth = data.t_test.numpy(force=True)
-        tested = evaluate(scores.softmax(1).numpy(), truth, data.classes, common)
+        tested = evaluate(
+            scores.softmax(1).numpy(), truth, data.classes, common
+        )
         return {
             "task": "classification",
             "target": "class",
@@ -569,7 +640,9 @@ def spread(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Mean, standard deviation and extremes of each score over several runs."""
     summary = {}
     for name in SCORES:
-        values = [result[name] for result in results if result.get(name) is not None]
+        values = [
+            result[name] for result in results if result.get(name) is not None
+        ]
         if len(values) > 1:
             summary[name] = {
                 "mean": statistics.fmean(values),
@@ -584,10 +657,13 @@ def text(result: Mapping[str, Any]) -> str:
     """A result for people."""
     if "runs" in result:
         lines = [
-            f"{each['run']}: {score_lines(each, 'test_')[0]}" for each in result["runs"]
+            f"{each['run']}: {score_lines(each, 'test_')[0]}"
+            for each in result["runs"]
         ]
         for name, values in result["summary"].items():
-            shown = {key: score_text(name, value) for key, value in values.items()}
+            shown = {
+                key: score_text(name, value) for key, value in values.items()
+            }
             label = name.replace("_", " ")
             lines.append(
                 f"{label:<16} mean {shown['mean']}, std {shown['std']}, from {shown['smallest']} "
@@ -599,7 +675,9 @@ def text(result: Mapping[str, Any]) -> str:
         f"{'trained':<16} {result['epochs']} epochs in {result['training_seconds']:.1f} s",
     ]
     if result.get("best_epoch"):
-        lines.append(f"{'held out':<16} lowest loss in epoch {result['best_epoch']}")
+        lines.append(
+            f"{'held out':<16} lowest loss in epoch {result['best_epoch']}"
+        )
     lines += score_lines(result, "test_") or score_lines(result, "train_")
     lines += [f"{'note':<16} {note}" for note in result.get("notes", [])]
     if result["certificate"]:

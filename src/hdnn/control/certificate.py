@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from hdnn.control.loop import ClosedLoop
 
 ROUNDING = 1e-12  # in float64: relative errors below it are rounding
-LARGEST = (
-    512  # states of all agents together, up to which norms of dy_T/dy_t are computed
-)
+LARGEST = 512  # states of all agents together, up to which norms of dy_T/dy_t are computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +44,10 @@ class Balance:
 
 
 def balance(
-    loop: ClosedLoop, states: Tensor, middles: Tensor, forces: Tensor | None = None
+    loop: ClosedLoop,
+    states: Tensor,
+    middles: Tensor,
+    forces: Tensor | None = None,
 ) -> Balance:
     """The balance of the steps of a trajectory from step 0 on, as `ClosedLoop.run` gives it."""
     plant = loop.plant
@@ -67,12 +68,17 @@ def balance(
     )
     f = _times(plant.A.mT.to(states), chords)
     tanh = activations.get("tanh")
-    rows = controller.rows(first[..., p:], t), controller.rows(second[..., p:], t)
+    rows = (
+        controller.rows(first[..., p:], t),
+        controller.rows(second[..., p:], t),
+    )
     K = controller.K[t.clamp(max=controller.steps - 1)]
     K = K.view(len(t), *[1] * (states.ndim - 3), *K.shape[1:])
     f_c = _times(K.mT, implicit.chord(tanh, *rows))
     heat = (f * _times(plant.R.to(states), f)).sum((-2, -1))
-    lost = loop.step * (heat + (controller.R.to(states) * f_c.square()).sum((-2, -1)))
+    lost = loop.step * (
+        heat + (controller.R.to(states) * f_c.square()).sum((-2, -1))
+    )
 
     outputs = _times(plant.g.mT.to(states), f)
     supplied = torch.zeros_like(lost)
@@ -110,7 +116,9 @@ def _terms(loop: ClosedLoop, y: Tensor, t: Tensor) -> Tensor:
     energies = sigma.integral(rows).abs() + sigma(rows).abs() * inside
     controllers = loop.controller.rows(y[..., p:], t)
     energies_c = controllers.abs() * (1 + controllers.abs())
-    return (plant.weights.to(y) * energies).sum((-2, -1)) + energies_c.sum((-2, -1))
+    return (plant.weights.to(y) * energies).sum((-2, -1)) + energies_c.sum(
+        (-2, -1)
+    )
 
 
 def _times(A: Tensor, x: Tensor) -> Tensor:
@@ -154,7 +162,10 @@ class LoopCertificate:
         if not all(map(math.isfinite, figures)):
             return False
         kept = self.violation <= self.rounding and self.dissipated >= 0
-        return kept and self.raised <= self.bound * (1 + self.rounding) + self.rounding
+        return (
+            kept
+            and self.raised <= self.bound * (1 + self.rounding) + self.rounding
+        )
 
     @property
     def summary(self) -> str:
@@ -163,7 +174,11 @@ class LoopCertificate:
         norms = "not computed"
         if self.smallest_norm is not None:
             norms = f"{self.smallest_norm:.3g} to {self.largest_norm:.3g}"
-        gain = f"at most {self.gain:.3g}" if math.isfinite(self.gain) else "no bound"
+        gain = (
+            f"at most {self.gain:.3g}"
+            if math.isfinite(self.gain)
+            else "no bound"
+        )
         return "\n".join(
             [
                 f"energy balance: {answer} in {self.steps} steps from {self.samples} states of "
@@ -193,7 +208,9 @@ def certify(
         largest = float(norms.amax())
     bounds = checked.bounds.sum(0)
     raised = checked.jumps.clamp(min=0).sum(0)
-    coarser = torch.finfo(checked.before.dtype).eps / torch.finfo(torch.float64).eps
+    coarser = (
+        torch.finfo(checked.before.dtype).eps / torch.finfo(torch.float64).eps
+    )
     return LoopCertificate(
         agents=loop.plant.agents,
         steps=len(checked.before),
@@ -213,7 +230,9 @@ def certify(
 def _norms(loop: ClosedLoop, y: Tensor) -> Tensor:
     """The spectral norm of dy_T/dy_t for t = 0 .. T - 1, from a copy of y for each row."""
     size = y.numel()
-    states = [y.detach().to(loop.controller.K).repeat(size, 1, 1).requires_grad_()]
+    states = [
+        y.detach().to(loop.controller.K).repeat(size, 1, 1).requires_grad_()
+    ]
     for t in range(loop.controller.steps):
         states.append(loop.run(states[-1], 1, t)[0][1])
     rows = torch.eye(size).to(states[0]).view(size, *y.shape)

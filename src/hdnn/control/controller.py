@@ -64,14 +64,18 @@ class Controller(nn.Module):
         check_skew("J", J)
         R = torch.as_tensor(dissipation, dtype=torch.float64)
         if bool((R < 0).any()):
-            raise OptionError("dissipation must be >= 0, for it takes energy away.")
+            raise OptionError(
+                "dissipation must be >= 0, for it takes energy away."
+            )
         self.register_buffer("J", J.detach().double())
         self.register_buffer("R", R.detach().expand(N, c).clone())
         start = torch.randn(N, c, c, dtype=dtype) / c**0.5
         self.K = nn.Parameter(start.repeat(T, 1, 1, 1))
         self.b = nn.Parameter(torch.zeros(T, N, c, dtype=dtype))
         self.G = nn.Parameter(torch.randn(N, c, m, dtype=dtype) / c**0.5)
-        self.C = nn.Parameter(0.1 * torch.randn(len(self.links), c, c, dtype=dtype))
+        self.C = nn.Parameter(
+            0.1 * torch.randn(len(self.links), c, c, dtype=dtype)
+        )
 
     @property
     def agents(self) -> int:
@@ -136,4 +140,6 @@ def _canonical(c: int) -> Tensor:
         )
     identity = torch.eye(c // 2, dtype=torch.float64)
     zero = torch.zeros_like(identity)
-    return torch.cat([torch.cat([zero, identity], 1), torch.cat([-identity, zero], 1)])
+    return torch.cat(
+        [torch.cat([zero, identity], 1), torch.cat([-identity, zero], 1)]
+    )

@@ -63,7 +63,9 @@ class Cost:
     def __post_init__(self) -> None:
         for name in ("state", "effort", "barrier", "smoothness", "end"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise OptionError(f"{name} must be >= 0, but is {getattr(self, name)}.")
+                raise OptionError(
+                    f"{name} must be >= 0, but is {getattr(self, name)}."
+                )
         if not 0 < self.discount <= 1:
             raise OptionError(
                 f"discount must be above 0, at most 1, but is {self.discount}."
@@ -85,13 +87,19 @@ class Cost:
         values = {}
         for name, term in terms.items():
             weight = getattr(self, name)
-            value = term(loop, trajectory) if weight else trajectory.new_zeros(())
+            value = (
+                term(loop, trajectory) if weight else trajectory.new_zeros(())
+            )
             values[name] = weight * value
         return values
 
     def _state(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
-        apart = trajectory[..., : loop.plant.states] - loop.plant.rest().to(trajectory)
-        squares = apart.square().sum((-2, -1)).reshape(len(trajectory), -1).mean(1)
+        apart = trajectory[..., : loop.plant.states] - loop.plant.rest().to(
+            trajectory
+        )
+        squares = (
+            apart.square().sum((-2, -1)).reshape(len(trajectory), -1).mean(1)
+        )
         left = loop.controller.steps - torch.arange(
             len(trajectory), device=squares.device
         )
@@ -102,7 +110,11 @@ class Cost:
         inputs = loop.inputs(trajectory)
         return (
             loop.step
-            * inputs.square().sum((-2, -1)).reshape(len(inputs), -1).mean(1).sum()
+            * inputs.square()
+            .sum((-2, -1))
+            .reshape(len(inputs), -1)
+            .mean(1)
+            .sum()
         )
 
     def _barrier(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
@@ -155,7 +167,9 @@ def collisions(
     return ~(squares >= distance**2).all(-1).all(0)
 
 
-def squared_distances(y: Tensor, dimensions: int, pairs: Pairs | None) -> Tensor:
+def squared_distances(
+    y: Tensor, dimensions: int, pairs: Pairs | None
+) -> Tensor:
     """Squared distances of pairs of agents in states `(*batch, N, n)`: `(*batch, pairs)`."""
     N, n = y.shape[-2:]
     if not 1 <= dimensions <= n:
@@ -166,7 +180,9 @@ def squared_distances(y: Tensor, dimensions: int, pairs: Pairs | None) -> Tensor
         i, k = torch.triu_indices(N, N, 1, device=y.device)
     else:
         i, k = (
-            torch.tensor(pairs, dtype=torch.long, device=y.device).view(-1, 2).unbind(1)
+            torch.tensor(pairs, dtype=torch.long, device=y.device)
+            .view(-1, 2)
+            .unbind(1)
         )
     q = y[..., :dimensions]
     return (q[..., i, :] - q[..., k, :]).square().sum(-1)

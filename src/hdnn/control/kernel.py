@@ -63,7 +63,9 @@ def trajectory(
     if push is None:
         push = y.new_zeros(0, *y.shape)
     shape = steps, first
-    weights = [tensor for group in system for tensor in (group.A, group.a, group.B)]
+    weights = [
+        tensor for group in system for tensor in (group.A, group.a, group.B)
+    ]
     static = [_static(group) for group in system]
     return _Loop.apply(shape, static, y, push, *weights)  # pyright: ignore[reportReturnType]
 
@@ -79,7 +81,9 @@ class _Loop(torch.autograd.Function):
     """The steps as one node of autograd; all solutions are saved for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, shape, static, y: Tensor, push: Tensor, *weights: Tensor):
+    def forward(
+        ctx: Any, shape, static, y: Tensor, push: Tensor, *weights: Tensor
+    ):
         steps, first = shape
         S, D = y.shape
         ctx.shape = shape
@@ -89,7 +93,8 @@ class _Loop(torch.autograd.Function):
         states = np.empty((steps + 1, S, D))
         middles = np.empty((steps, S, D))
         traces = [
-            np.empty((saved, S, len(index), 2, index.shape[1])) for index, _ in static
+            np.empty((saved, S, len(index), 2, index.shape[1]))
+            for index, _ in static
         ]
         states[0] = y.detach().numpy()
         force = push.detach().contiguous().numpy()
@@ -128,7 +133,8 @@ class _Loop(torch.autograd.Function):
         g_y = np.zeros((S, D))
         g_push = np.zeros(push.shape)
         partial = {
-            chunk.start: [np.zeros(w.shape) for w in weights] for chunk in _chunks(S)
+            chunk.start: [np.zeros(w.shape) for w in weights]
+            for chunk in _chunks(S)
         }
 
         def run(chunk: slice) -> None:
@@ -156,7 +162,9 @@ def _arrays(static, weights) -> list[tuple]:
     groups = []
     for number, (index, linear) in enumerate(static):
         A, a, B = tensors[3 * number : 3 * number + 3]
-        groups.append((index, linear, A, a, B, (0,) * A.shape[2], (0,) * A.shape[3]))
+        groups.append(
+            (index, linear, A, a, B, (0,) * A.shape[2], (0,) * A.shape[3])
+        )
     return groups
 
 
@@ -218,7 +226,11 @@ def _chord(u, v):  # pragma: kernel
         odd = slope * t * d / 6
         return mean, even - odd, even + odd
     ts = w / t if t != 0 else math.tanh(half)
-    return mean, ((t + ts) / (1 + w) - mean) / d, (mean - (t - ts) / (1 - w)) / d
+    return (
+        mean,
+        ((t + ts) / (1 + w) - mean) / d,
+        (mean - (t - ts) / (1 - w)) / d,
+    )
 
 
 @njit(**OPTIONS)
@@ -335,7 +347,9 @@ def _solve(linear, A, a, B, y, c, x, work, M, R, K):  # pragma: kernel
     _chords(linear, z, u, value, end, start, R)
     error = _residual(x, c, B, value, F, R, K)
     rounding = EPS * _scale(a, B, x, z, value, end, R, K)
-    rate = np.inf  # of Newton's quadratic convergence, as the last step has shown it
+    rate = (
+        np.inf
+    )  # of Newton's quadratic convergence, as the last step has shown it
     for _ in range(ITERATIONS):
         if error <= 4 * rounding:
             return True
@@ -382,7 +396,9 @@ def _move(group, t, backwards, y, push, trace, keep, work, M):  # pragma: kernel
         for i in range(k):
             before[i] = y[index[e, i]]
             c[i] = before[i] + push[index[e, i]] if push.shape[0] else before[i]
-        if not _solve(linear, A[t, e], a[t, e], B[t, e], before, c, x, work, M, R, K):
+        if not _solve(
+            linear, A[t, e], a[t, e], B[t, e], before, c, x, work, M, R, K
+        ):
             return False
         for i in range(k):
             y[index[e, i]] = x[i]
@@ -394,7 +410,16 @@ def _move(group, t, backwards, y, push, trace, keep, work, M):  # pragma: kernel
 
 @njit(**OPTIONS)
 def _forward(
-    states, middles, push, first, own_trace, plant_trace, link_trace, own, plant, link
+    states,
+    middles,
+    push,
+    first,
+    own_trace,
+    plant_trace,
+    link_trace,
+    own,
+    plant,
+    link,
 ):  # pragma: kernel
     """All steps of some samples; the number of the step that failed, or -1."""
     steps, S, D = middles.shape
@@ -424,14 +449,32 @@ def _forward(
                     link, t, True, y, nothing, link_trace[at, s], keep, work, M
                 )
                 fine &= _move(
-                    plant, t, True, y, nothing, plant_trace[at, s], keep, work, M
+                    plant,
+                    t,
+                    True,
+                    y,
+                    nothing,
+                    plant_trace[at, s],
+                    keep,
+                    work,
+                    M,
                 )
                 middles[n, s] = y
-            fine &= _move(own, t, False, y, force, own_trace[at, s], keep, work, M)
+            fine &= _move(
+                own, t, False, y, force, own_trace[at, s], keep, work, M
+            )
             if not odd:
                 middles[n, s] = y
                 fine &= _move(
-                    plant, t, False, y, nothing, plant_trace[at, s], keep, work, M
+                    plant,
+                    t,
+                    False,
+                    y,
+                    nothing,
+                    plant_trace[at, s],
+                    keep,
+                    work,
+                    M,
                 )
                 fine &= _move(
                     link, t, False, y, nothing, link_trace[at, s], keep, work, M
@@ -443,7 +486,9 @@ def _forward(
 
 
 @njit(**OPTIONS)
-def _pull(group, t, backwards, g, g_push, trace, gradients, work, M):  # pragma: kernel
+def _pull(
+    group, t, backwards, g, g_push, trace, gradients, work, M
+):  # pragma: kernel
     """From the gradient of the states after a group to that before it; adds those of weights."""
     index, linear, A, a, B, R, K = group
     dA, da, dB = gradients
@@ -512,12 +557,44 @@ def _backward(
             odd = t % 2 == 1
             force = g_push[n, s] if g_push.shape[0] else nothing
             if not odd:
-                _pull(link, t, False, g, nothing, link_trace[n, s], d_link, work, M)
-                _pull(plant, t, False, g, nothing, plant_trace[n, s], d_plant, work, M)
+                _pull(
+                    link,
+                    t,
+                    False,
+                    g,
+                    nothing,
+                    link_trace[n, s],
+                    d_link,
+                    work,
+                    M,
+                )
+                _pull(
+                    plant,
+                    t,
+                    False,
+                    g,
+                    nothing,
+                    plant_trace[n, s],
+                    d_plant,
+                    work,
+                    M,
+                )
             _pull(own, t, False, g, force, own_trace[n, s], d_own, work, M)
             if odd:
-                _pull(plant, t, True, g, nothing, plant_trace[n, s], d_plant, work, M)
-                _pull(link, t, True, g, nothing, link_trace[n, s], d_link, work, M)
+                _pull(
+                    plant,
+                    t,
+                    True,
+                    g,
+                    nothing,
+                    plant_trace[n, s],
+                    d_plant,
+                    work,
+                    M,
+                )
+                _pull(
+                    link, t, True, g, nothing, link_trace[n, s], d_link, work, M
+                )
             for i in range(D):
                 g[i] += cotangents[n, s, i]
         g_y[s] = g

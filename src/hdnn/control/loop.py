@@ -85,12 +85,20 @@ class ClosedLoop(nn.Module):
         N = self.plant.agents
         p = self.plant.states
         if z.shape[-2:] != (N, p):
-            raise ShapeError(f"z must be (*batch, {N}, {p}), but is {tuple(z.shape)}.")
+            raise ShapeError(
+                f"z must be (*batch, {N}, {p}), but is {tuple(z.shape)}."
+            )
         z = z.to(self.controller.K)
-        xi = torch.as_tensor(xi).to(z).expand(*z.shape[:-1], self.controller.states)
+        xi = (
+            torch.as_tensor(xi)
+            .to(z)
+            .expand(*z.shape[:-1], self.controller.states)
+        )
         return torch.cat([z, xi], -1)
 
-    def forward(self, y: Tensor, horizons: int = 1, forces: Any = None) -> Tensor:
+    def forward(
+        self, y: Tensor, horizons: int = 1, forces: Any = None
+    ) -> Tensor:
         """All states from y on.
 
         Args:
@@ -144,7 +152,9 @@ class ClosedLoop(nn.Module):
                 raise
             return substeps.trajectory(y, *options)
 
-    def _push(self, forces: Any, steps: int, batch: torch.Size) -> Tensor | None:
+    def _push(
+        self, forces: Any, steps: int, batch: torch.Size
+    ) -> Tensor | None:
         """`h g w` for forces w, as states `(steps, S, N n)`."""
         if forces is None:
             return None
@@ -161,7 +171,9 @@ class ClosedLoop(nn.Module):
         With a tensor of steps `(L,)`, the states are `(L, *batch, N, n)`.
         """
         p = self.plant.states
-        return self.plant.energy(y[..., :p]) + self.controller.energy(y[..., p:], t)
+        return self.plant.energy(y[..., :p]) + self.controller.energy(
+            y[..., p:], t
+        )
 
     def inputs(self, trajectory: Tensor) -> Tensor:
         """The inputs `(steps, *batch, N, m)` of the plants along a trajectory, from step 0 on."""
@@ -175,7 +187,9 @@ class ClosedLoop(nn.Module):
         return -(ports.mT @ torch.tanh(rows).unsqueeze(-1)).squeeze(-1)
 
     @torch.no_grad()
-    def balance(self, y: Tensor, horizons: int = 1, forces: Any = None) -> Balance:
+    def balance(
+        self, y: Tensor, horizons: int = 1, forces: Any = None
+    ) -> Balance:
         """The energy before and after every step, and the energy that was dissipated.
 
         The arguments are those of the call.

@@ -92,8 +92,14 @@ class Plant(nn.Module):
         check_skew("J", self.J)
         _check_semidefinite(self.R)
         if bool((self.weights < 0).any()):
-            raise OptionError("weights must be >= 0, or the energy has no lower bound.")
-        names = [activation] * r if isinstance(activation, str) else list(activation)
+            raise OptionError(
+                "weights must be >= 0, or the energy has no lower bound."
+            )
+        names = (
+            [activation] * r
+            if isinstance(activation, str)
+            else list(activation)
+        )
         if len(names) != r:
             raise ShapeError(
                 f"activation must be one name or {r} names, but got {activation!r}."
@@ -137,15 +143,17 @@ class Plant(nn.Module):
 
     def energy(self, z: Tensor) -> Tensor:
         """The energy of all agents together in the states `(*batch, N, p)`: `(*batch,)`."""
-        energies = self.weights.to(z) * activations.by_row(self.activation).integral(
-            self.rows(z)
-        )
+        energies = self.weights.to(z) * activations.by_row(
+            self.activation
+        ).integral(self.rows(z))
         return energies.sum((-2, -1))
 
     def rest(self) -> Tensor:
         """States `(N, p)` in which no agent is moved by its own energy."""
         z = -(torch.linalg.pinv(self.A) @ self.a.unsqueeze(-1)).squeeze(-1)
-        forces = self.weights * activations.by_row(self.activation)(self.rows(z))
+        forces = self.weights * activations.by_row(self.activation)(
+            self.rows(z)
+        )
         slope = (self.A.mT @ forces.unsqueeze(-1)).squeeze(-1)
         size = self.A.abs().sum((-2, -1)) * (1 + self.a.abs().sum(-1))
         if bool((slope.abs().amax(-1) > 1e-9 * size).any()):
@@ -175,7 +183,11 @@ class Plant(nn.Module):
 
 
 def robots(
-    targets: Tensor, *, mass: float = 1.0, spring: float = 1.0, damping: float = 0.2
+    targets: Tensor,
+    *,
+    mass: float = 1.0,
+    spring: float = 1.0,
+    damping: float = 0.2,
 ) -> Plant:
     """Point masses in the plane or in space, each pulled to its target by a spring and damped.
 
@@ -198,7 +210,9 @@ def robots(
     identity = torch.eye(d, dtype=torch.float64)
     zero = torch.zeros_like(identity)
     A = torch.block_diag(spring**0.5 * identity, mass**-0.5 * identity)
-    J = torch.cat([torch.cat([zero, identity], 1), torch.cat([-identity, zero], 1)])
+    J = torch.cat(
+        [torch.cat([zero, identity], 1), torch.cat([-identity, zero], 1)]
+    )
     R = torch.block_diag(zero, damping * identity)
     g = torch.cat([zero, identity])
     a = torch.cat([-(spring**0.5) * targets, torch.zeros_like(targets)], 1)
@@ -265,7 +279,9 @@ def pendulums(
         >>> control.pendulums([(0, 1)])
         Plant(2 agents of 3 states and 1 inputs, 1 links)
     """
-    arguments = _chain(links, agents, 1 / (mass * length**2), damping, coupling, 1.0)
+    arguments = _chain(
+        links, agents, 1 / (mass * length**2), damping, coupling, 1.0
+    )
     N, r, _ = arguments["A"].shape
     weights = torch.ones(N, r, dtype=torch.float64)
     weights[:, 0] = mass * gravity * length
@@ -273,7 +289,9 @@ def pendulums(
     return Plant(**arguments, activation=names, weights=weights)
 
 
-def _chain(links, agents, inverse_mass, damping, coupling, spring) -> dict[str, Any]:
+def _chain(
+    links, agents, inverse_mass, damping, coupling, spring
+) -> dict[str, Any]:
     """Arguments of a plant of masses with a position, a momentum and the springs of links."""
     N = agents or max((max(pair) for pair in links), default=0) + 1
     pairs = edges(links, N)
@@ -295,10 +313,19 @@ def _chain(links, agents, inverse_mass, damping, coupling, spring) -> dict[str, 
     g[:, 1, 0] = 1
     for e, ((i, _), slot) in enumerate(owned.items()):
         A[i, slot, slot] = coupling**0.5
-        J[i, slot, 1] = 1  # the spring is drawn out by the difference of the velocities
+        J[i, slot, 1] = (
+            1  # the spring is drawn out by the difference of the velocities
+        )
         J[i, 1, slot] = -1
         couplings[e, slot, 1] = -1
-    return {"A": A, "J": J, "R": R, "g": g, "links": pairs, "couplings": couplings}
+    return {
+        "A": A,
+        "J": J,
+        "R": R,
+        "g": g,
+        "links": pairs,
+        "couplings": couplings,
+    }
 
 
 # Links
@@ -360,8 +387,12 @@ def _check_semidefinite(R: Tensor) -> None:
     size = R.abs().amax()
     if bool(((R - R.mT).abs() > ROUNDING * size).any()):
         raise OptionError("R must be symmetric; use (R + R.mT) / 2.")
-    if R.numel() and float(torch.linalg.eigvalsh(R).amin()) < -ROUNDING * float(size):
-        raise OptionError("R must be positive semidefinite, for it takes energy away.")
+    if R.numel() and float(torch.linalg.eigvalsh(R).amin()) < -ROUNDING * float(
+        size
+    ):
+        raise OptionError(
+            "R must be positive semidefinite, for it takes energy away."
+        )
 
 
 def _matrix(name: str, value: Any, axes: int) -> Tensor:

@@ -18,7 +18,9 @@ from hdnn.control.plant import robots
 from hdnn.errors import DataError, OptionError, ShapeError
 
 TRIES = 100  # draws of colliding starts before giving up
-SWIRL = 3.0  # seconds for which controllers push their robots to one side at first
+SWIRL = (
+    3.0  # seconds for which controllers push their robots to one side at first
+)
 
 
 @dataclass(eq=False)
@@ -115,7 +117,9 @@ class LoopProblem:
             "let them start further apart."
         )
 
-    def _moves(self, source: np.random.Generator, count: int, disc: bool) -> np.ndarray:
+    def _moves(
+        self, source: np.random.Generator, count: int, disc: bool
+    ) -> np.ndarray:
         shape = (
             count,
             self.loop.plant.agents,
@@ -188,8 +192,14 @@ def crossing(
         controller.K.copy_(
             torch.block_diag(0.5 * identity, 2 * identity) + normal(12, 4, 4)
         )
-        controller.G.copy_(torch.cat([identity, 3 * identity]) + normal(12, 4, 2))
+        controller.G.copy_(
+            torch.cat([identity, 3 * identity]) + normal(12, 4, 2)
+        )
         controller.b[..., :2].copy_(push.view(-1, 1, 1) * aside)
         controller.C.copy_(normal(*controller.C.shape))
-    loop = ClosedLoop(robots(-z[:, :2]), controller, horizon / steps, engine=engine)
-    return LoopProblem(loop, z, torch.tensor([0.0, 0.0, 3.0, 3.0]), cost or Cost())
+    loop = ClosedLoop(
+        robots(-z[:, :2]), controller, horizon / steps, engine=engine
+    )
+    return LoopProblem(
+        loop, z, torch.tensor([0.0, 0.0, 3.0, 3.0]), cost or Cost()
+    )

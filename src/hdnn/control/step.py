@@ -31,12 +31,16 @@ if TYPE_CHECKING:
 class Substeps(NamedTuple):
     """Equations `x = y + B chord(A y + a, A x + a)` of E agents or edges, for each step."""
 
-    entries: Tensor  # (E, k): the entries of the flattened state (N n,) that move
+    entries: (
+        Tensor  # (E, k): the entries of the flattened state (N n,) that move
+    )
     A: Tensor  # (T, E, r, k)
     a: Tensor  # (T, E, r)
     B: Tensor  # (T, E, k, r)
     rows: tuple[str, ...]  # the activation of each row
-    groups: tuple[slice, ...]  # equations that share no entry, and are solved together
+    groups: tuple[
+        slice, ...
+    ]  # equations that share no entry, and are solved together
 
     def solve(self, y: Tensor, t: int, push: Tensor | None = None) -> Tensor:
         """The states `(S, N n)` after the substeps of step t, from y; `push` is added to them."""
@@ -66,7 +70,9 @@ class System(NamedTuple):
     plant_edges: Substeps
     controller_edges: Substeps
 
-    def trajectory(self, y: Tensor, steps: int, first: int, push: Tensor | None):
+    def trajectory(
+        self, y: Tensor, steps: int, first: int, push: Tensor | None
+    ):
         """States `(steps + 1, S, N n)`, and those between the own substeps and the edges."""
         states = [y]
         middles = []
@@ -83,9 +89,9 @@ class System(NamedTuple):
                 y = self.plant_edges.solve(y, t)
                 y = self.controller_edges.solve(y, t)
             states.append(y)
-        return torch.stack(states), torch.stack(middles) if middles else y.new_zeros(
-            0, *y.shape
-        )
+        return torch.stack(states), torch.stack(
+            middles
+        ) if middles else y.new_zeros(0, *y.shape)
 
 
 def system(loop: ClosedLoop) -> System:
@@ -97,13 +103,17 @@ def system(loop: ClosedLoop) -> System:
     p = plant.states
     index = torch.arange(N * (p + c), device=K.device).view(N, p + c)
     A = plant.A.to(K)
-    slopes = A.mT * plant.weights.to(K).unsqueeze(-2)  # from chords to the gradient
+    slopes = A.mT * plant.weights.to(K).unsqueeze(
+        -2
+    )  # from chords to the gradient
     time = (T, 1, 1, 1)
     own = Substeps(
         index,
         _diagonal(A.repeat(time), K),
         torch.cat([plant.a.to(K).repeat(T, 1, 1), controller.b], -1),
-        loop.step * _interconnection(loop) @ _diagonal(slopes.repeat(time), K.mT),
+        loop.step
+        * _interconnection(loop)
+        @ _diagonal(slopes.repeat(time), K.mT),
         plant.activation + ("tanh",) * c,
         (slice(None),),
     )
@@ -140,7 +150,9 @@ def _interconnection(loop: ClosedLoop) -> Tensor:
 def _edges(h, index, links, couplings, rows, names) -> Substeps:
     """The substeps of edges (i, k), in which C moves i by k and -C^T moves k by i."""
     A, a, slopes = rows
-    ends = torch.tensor(links, dtype=torch.long, device=index.device).view(-1, 2)
+    ends = torch.tensor(links, dtype=torch.long, device=index.device).view(
+        -1, 2
+    )
     i, k = ends.unbind(1)
     zero = torch.zeros_like(couplings)
     top = torch.cat([zero, couplings], -1)

@@ -15,7 +15,12 @@ from torch import Tensor
 from hdnn.control.certificate import LoopCertificate
 from hdnn.control.cost import squared_distances
 from hdnn.control.problem import LoopProblem
-from hdnn.errors import ConvergenceError, OptionError, positive_float, positive_int
+from hdnn.errors import (
+    ConvergenceError,
+    OptionError,
+    positive_float,
+    positive_int,
+)
 from hdnn.progress import Progress
 from hdnn.training import checkpoint
 
@@ -74,7 +79,9 @@ class LoopTraining:
         self.batch = positive_int("batch", batch)
         self.rate = positive_float("rate", rate)
         self.seed = seed
-        weights = [weight for weight in self.loop.parameters() if weight.requires_grad]
+        weights = [
+            weight for weight in self.loop.parameters() if weight.requires_grad
+        ]
         if not weights:
             raise OptionError(
                 "all weights of the controllers are frozen; nothing can be trained."
@@ -131,7 +138,9 @@ class LoopTraining:
                 while self.done < last:
                     self._iterate()
                     if line is not None:
-                        line.update(self.done, f"cost {self.history['cost'][-1]:.4g}")
+                        line.update(
+                            self.done, f"cost {self.history['cost'][-1]:.4g}"
+                        )
                     stop = callback is not None and callback(self)
                     if time.monotonic() - saved > SAVE_EVERY:
                         self._save()
@@ -205,7 +214,12 @@ class LoopTraining:
         if self.folder is not None:
             values = {"done": self.done, "history": self.history}
             checkpoint.write(
-                Path(self.folder), self.identity, values, {}, self.loop, self.optimizer
+                Path(self.folder),
+                self.identity,
+                values,
+                {},
+                self.loop,
+                self.optimizer,
             )
 
     def _restore(self, folder: str | Path) -> None:

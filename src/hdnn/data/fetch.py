@@ -62,4 +62,6 @@ def download(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     """The folder itself, or that of the environment variable HDNN_DATA, or else `data`."""
-    return Path(os.environ.get("HDNN_DATA") or "data" if folder is None else folder)
+    return Path(
+        os.environ.get("HDNN_DATA") or "data" if folder is None else folder
+    )

@@ -82,7 +82,9 @@ class ImageData:
                     f"{self.name}: images must be torch.uint8 of shape (B, C, H, W) with labels "
                     f"(B,), but are {images.dtype} of {tuple(images.shape)} and {tuple(t.shape)}."
                 )
-            if len(t) and not (int(t.min()) >= 0 and int(t.max()) < len(self.classes)):
+            if len(t) and not (
+                int(t.min()) >= 0 and int(t.max()) < len(self.classes)
+            ):
                 raise DataError(
                     f"{self.name}: labels must be 0 to {len(self.classes) - 1}, but reach from "
                     f"{int(t.min())} to {int(t.max())}."
@@ -101,7 +103,9 @@ class ImageData:
                 tensors[name] = value.to(device)
         return replace(self, **tensors)
 
-    def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def normalised(
+        self, images: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """(images/255 - mean)/std for each channel of images `(*batch, C, H, W)`."""
         dtype = dtype or torch.get_default_dtype()
         # Half precision would lose digits of the mean, so it is used only at the end.
@@ -133,7 +137,9 @@ class ImageData:
         random = np.random.default_rng(seed)
         chosen = np.zeros(total, dtype=bool)
         for label, share in zip(labels, shares, strict=True):
-            chosen[random.permutation(np.flatnonzero(t == label))[:share]] = True
+            chosen[random.permutation(np.flatnonzero(t == label))[:share]] = (
+                True
+            )
         rows = torch.from_numpy(chosen).to(self.t_train.device)
         return replace(
             self,
@@ -167,7 +173,9 @@ def draw(
     return shifts, flips if flip else torch.zeros_like(flips)
 
 
-def augment(images: Tensor, shifts: Tensor, flips: Tensor, *, pad: int = 4) -> Tensor:
+def augment(
+    images: Tensor, shifts: Tensor, flips: Tensor, *, pad: int = 4
+) -> Tensor:
     """Each image padded by zeros, cropped to its size, and mirrored where `flips` says so.
 
     Args:
@@ -189,7 +197,8 @@ def augment(images: Tensor, shifts: Tensor, flips: Tensor, *, pad: int = 4) -> T
     j = torch.arange(width, device=images.device)
     j = torch.where(flips[:, None], width - 1 - j, j) + shifts[:, 1:] - pad
     source = (
-        i.clamp(0, height - 1)[:, :, None] * width + j.clamp(0, width - 1)[:, None, :]
+        i.clamp(0, height - 1)[:, :, None] * width
+        + j.clamp(0, width - 1)[:, None, :]
     )
     source = source.view(count, 1, -1).expand(-1, channels, -1)
     cropped = images.flatten(2).gather(2, source).view(images.shape)
@@ -234,10 +243,16 @@ def load_mnist(folder: str | os.PathLike[str] | None = None) -> ImageData:
     tensors = []
     for name, (shape, sha256) in MNIST.items():
         path = _find(
-            home, "mnist", (f"mnist/{name}", f"mnist/{name}.gz", name, f"{name}.gz")
+            home,
+            "mnist",
+            (f"mnist/{name}", f"mnist/{name}.gz", name, f"{name}.gz"),
         )
         try:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            with (
+                gzip.open(path)
+                if path.suffix == ".gz"
+                else path.open("rb") as file
+            ):
                 content = file.read()
         except BROKEN as error:
             raise DataError(
@@ -324,7 +339,9 @@ def load_cifar10(
     path = _find(home, "cifar10", BINARY + images)
     try:
         return (
-            _from_binary(path) if path.name in BINARY else _from_images(path, progress)
+            _from_binary(path)
+            if path.name in BINARY
+            else _from_images(path, progress)
         )
     except BROKEN as error:
         raise DataError(
@@ -347,7 +364,9 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _from_binary(path: Path) -> ImageData:
-    contents = {PurePosixPath(name).name: content for name, content in _members(path)}
+    contents = {
+        PurePosixPath(name).name: content for name, content in _members(path)
+    }
     images = []
     labels = []
     for name, sha256 in BATCHES.items():
@@ -356,15 +375,21 @@ def _from_binary(path: Path) -> ImageData:
         records = np.frombuffer(content, np.uint8).reshape(
             -1, 3073
         )  # a label, then the pixels
-        images.append(torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy()))
+        images.append(
+            torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy())
+        )
         labels.append(torch.from_numpy(records[:, 0].astype(np.int64)))
     train = torch.cat(images[:-1]), torch.cat(labels[:-1])
-    return ImageData("CIFAR-10", *train, images[-1], labels[-1], CLASSES, MEAN, STD)
+    return ImageData(
+        "CIFAR-10", *train, images[-1], labels[-1], CLASSES, MEAN, STD
+    )
 
 
 def _from_images(path: Path, progress: bool) -> ImageData:
     key = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
-    name = f"cifar10-{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
+    name = (
+        f"cifar10-{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
+    )
     cache = Path(torch.hub.get_dir()) / "hdnn" / name
     try:
         tensors, about = load_tensors(cache)
@@ -386,14 +411,18 @@ def _image_files(path: Path) -> dict[tuple[str, str], dict[str, bytes]]:
     return files
 
 
-def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _decoded(
+    path: Path, progress: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All images in the order of their names, by part and class."""
     files = _image_files(path)
     pillow = require("PIL.Image", extra="images")
     pixels: dict[str, list[np.ndarray]] = {part: [] for part in COUNTS}
     formats: set[str] = set()
     folders = [(part, label) for part in COUNTS for label in CLASSES]
-    with Progress(f"decoding {path.name}", len(folders) if progress else 0) as line:
+    with Progress(
+        f"decoding {path.name}", len(folders) if progress else 0
+    ) as line:
         for number, (part, label) in enumerate(folders, 1):
             members = files.get((part, label), {})
             if len(members) != COUNTS[part]:
@@ -402,19 +431,20 @@ def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, A
                     f"{COUNTS[part]}; get the complete set."
                 )
             pixels[part] += [
-                _pixels(pillow, members[name], formats) for name in sorted(members)
+                _pixels(pillow, members[name], formats)
+                for name in sorted(members)
             ]
             line.update(number)
     tensors = {}
     for part, count in COUNTS.items():
         tensors[f"images_{part}"] = torch.from_numpy(np.stack(pixels[part]))
-        tensors[f"t_{part}"] = torch.arange(len(CLASSES)).repeat_interleave(count)
+        tensors[f"t_{part}"] = torch.arange(len(CLASSES)).repeat_interleave(
+            count
+        )
     kind = "JPEG" if "JPEG" in formats else "PNG"
     remark = f"decoded from {kind} images"
     if kind == "JPEG":
-        remark += (
-            "; the pixels are not the original ones: report results under this name"
-        )
+        remark += "; the pixels are not the original ones: report results under this name"
     return tensors, {"name": f"CIFAR-10 ({kind})", "remark": remark}
 
 

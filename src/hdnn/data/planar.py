@@ -64,7 +64,10 @@ def double_moons(points: int = 8000, **options: Any) -> PlanarData:
     """Half circles that interlock, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2."""
 
     def upper(shift: float) -> Curve:
-        return lambda s: (shift + torch.cos(math.pi * s), torch.sin(math.pi * s))
+        return lambda s: (
+            shift + torch.cos(math.pi * s),
+            torch.sin(math.pi * s),
+        )
 
     def lower(shift: float) -> Curve:
         return lambda s: (
@@ -80,13 +83,16 @@ def double_moons(points: int = 8000, **options: Any) -> PlanarData:
 def double_circles(points: int = 8000, **options: Any) -> PlanarData:
     """Rings of radius 1, 2, 3, 4 in the classes 0, 1, 0, 1, each run through twice."""
     arcs = [
-        (_ring(radius, 0.0), int(radius - 1) % 2) for radius in (1.0, 2.0, 3.0, 4.0)
+        (_ring(radius, 0.0), int(radius - 1) % 2)
+        for radius in (1.0, 2.0, 3.0, 4.0)
     ]
     domain = ((-5.0, 5.0), (-5.0, 5.0))
     return _make("double_circles", arcs, 0.3, domain, points, **options)
 
 
-SETS = {make.__name__: make for make in (swiss_roll, double_moons, double_circles)}
+SETS = {
+    make.__name__: make for make in (swiss_roll, double_moons, double_circles)
+}
 
 
 def load(name: str, points: int = 8000, **options: Any) -> PlanarData:
@@ -118,7 +124,9 @@ def _make(
 ) -> PlanarData:
     """Run through each arc at s = i/k, i = 0..k-1, add uniform noise, shuffle, split."""
     if points < 8:
-        raise DataError(f"{name}: points must be at least 8, but got {points!r}.")
+        raise DataError(
+            f"{name}: points must be at least 8, but got {points!r}."
+        )
     smaller, remainder = divmod(points, len(arcs))
     xs = []
     ts = []

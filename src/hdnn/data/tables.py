@@ -43,11 +43,11 @@ Series = Any  # of pandas, whose stubs are stricter than it is
 
 FEW = 20  # values: so few are categories, however seldom they repeat
 MOST = 255  # categories of a column
-HEAVY = (
-    8.0  # standard deviations: a column with a value beyond this is scaled by its ranks
-)
+HEAVY = 8.0  # standard deviations: a column with a value beyond this is scaled by its ranks
 RANKS = 200  # quantiles that describe such a column
-HALF = 0.5  # the scale of inputs that are 0 or 1: their largest standard deviation
+HALF = (
+    0.5  # the scale of inputs that are 0 or 1: their largest standard deviation
+)
 IDENTIFIER = re.compile(
     r"(.*[_ .-])?(id|index|idx|key|nr|no|row|number)|unnamed.*|", re.IGNORECASE
 )
@@ -75,7 +75,9 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
     """
     path = Path(path)
     suffix = path.suffix.lower()
-    choose("a table must be a file of a known kind; the ending", suffix, READERS)
+    choose(
+        "a table must be a file of a known kind; the ending", suffix, READERS
+    )
     if not path.is_file():
         raise DataError(
             f"{path} does not exist or is not a file; check its name and folder."
@@ -86,7 +88,9 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
         raise DataError(f"{path} cannot be read: {error}") from error
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"{path} cannot be read as a table: {reason[:200]}") from error
+        raise DataError(
+            f"{path} cannot be read as a table: {reason[:200]}"
+        ) from error
     if frame.empty:
         raise DataError(
             f"{path} has no rows; a table needs names of columns, and rows below them."
@@ -207,7 +211,9 @@ class Encoder:
             series: Series = frame[name]
             if missing == "refuse" and series.isna().any():
                 row = int(series.isna().to_numpy().argmax()) + 1
-                raise DataError(f"column {name!r}, row {row}: the value is missing.")
+                raise DataError(
+                    f"column {name!r}, row {row}: the value is missing."
+                )
             encoder._learn(str(name), series, name in categorical, weight)
         if not encoder.columns:
             raise DataError(
@@ -216,10 +222,17 @@ class Encoder:
         return encoder
 
     def _learn(
-        self, name: str, series: Series, categorical: bool, weight: np.ndarray | None
+        self,
+        name: str,
+        series: Series,
+        categorical: bool,
+        weight: np.ndarray | None,
     ) -> None:
         """Add a column, or a note that says why it is left out."""
-        column: dict[str, Any] = {"name": name, "gaps": bool(series.isna().any())}
+        column: dict[str, Any] = {
+            "name": name,
+            "gaps": bool(series.isna().any()),
+        }
         if series.isna().all():
             self.notes.append(f"column {name!r} has no value and is left out.")
             return
@@ -230,7 +243,9 @@ class Encoder:
         if numbers is None:
             self._learn_categories(column, series, categorical, weight)
         elif IDENTIFIER.fullmatch(name) and _counts(numbers):
-            self.notes.append(f"column {name!r} only numbers the rows and is left out.")
+            self.notes.append(
+                f"column {name!r} only numbers the rows and is left out."
+            )
         else:
             self._learn_numbers(column, numbers, weight)
 
@@ -255,12 +270,17 @@ class Encoder:
                 f"column {name!r} is the same in every row and is left out."
             )
         else:
-            shares = [_mean(texts.to_numpy() == value, weight) for value in values]
+            shares = [
+                _mean(texts.to_numpy() == value, weight) for value in values
+            ]
             column |= {"kind": "category", "values": values, "shares": shares}
             self.columns.append(column)
 
     def _learn_numbers(
-        self, column: dict[str, Any], numbers: np.ndarray, weight: np.ndarray | None
+        self,
+        column: dict[str, Any],
+        numbers: np.ndarray,
+        weight: np.ndarray | None,
     ) -> None:
         name = column["name"]
         present = numbers[~np.isnan(numbers)]
@@ -279,7 +299,11 @@ class Encoder:
                 f"column {name!r} is the same in every row and is left out."
             )
             return
-        column |= {"fill": fill, "center": center, "scale": 1.0 if constant else scale}
+        column |= {
+            "fill": fill,
+            "center": center,
+            "scale": 1.0 if constant else scale,
+        }
         column["share"] = _mean(np.isnan(numbers), weight)
         if not constant and np.abs(filled - center).max() > HEAVY * scale:
             column["ranks"] = _ranks(filled)
@@ -288,12 +312,18 @@ class Encoder:
     @property
     def names(self) -> list[str]:
         """The name of each input."""
-        return [name for column in self.columns for name in _input_names(column)]
+        return [
+            name for column in self.columns for name in _input_names(column)
+        ]
 
     @property
     def sources(self) -> list[str]:
         """The column that each input is made of."""
-        return [column["name"] for column in self.columns for _ in _input_names(column)]
+        return [
+            column["name"]
+            for column in self.columns
+            for _ in _input_names(column)
+        ]
 
     def transform(self, frame: pd.DataFrame) -> np.ndarray:
         """Inputs `(rows, inputs)` of a model, in float64.
@@ -340,7 +370,9 @@ def _column(frame: pd.DataFrame, name: str) -> Series:
 
 def _kind(name: str, series: Series) -> str:
     """'number', 'date' or 'category', from the type of a column and the texts in it."""
-    if pd.api.types.is_bool_dtype(series) or pd.api.types.is_numeric_dtype(series):
+    if pd.api.types.is_bool_dtype(series) or pd.api.types.is_numeric_dtype(
+        series
+    ):
         return "number"
     if pd.api.types.is_datetime64_any_dtype(series) or isinstance(
         series.dtype, pd.PeriodDtype
@@ -352,7 +384,12 @@ def _kind(name: str, series: Series) -> str:
     if all(isinstance(value, bool) for value in sample):
         return "number"
     wrong = next(
-        (value for value in sample if isinstance(value, (list, dict, set, tuple))), None
+        (
+            value
+            for value in sample
+            if isinstance(value, (list, dict, set, tuple))
+        ),
+        None,
     )
     if wrong is not None:
         raise CellTypeError(
@@ -390,8 +427,12 @@ def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray | None:
 def _plain_numbers(series: Series) -> np.ndarray:
     """Numbers of texts such as '$1,234' and '12 %'; '1,5' is 1.5."""
     texts = series.astype("str").str.replace(r"[\s$€£¥%']", "", regex=True)
-    texts = texts.str.replace(r",(?=\d{3}(\D|$))", "", regex=True).str.replace(",", ".")
-    numbers: Series = pd.to_numeric(texts.where(series.notna()), errors="coerce")
+    texts = texts.str.replace(r",(?=\d{3}(\D|$))", "", regex=True).str.replace(
+        ",", "."
+    )
+    numbers: Series = pd.to_numeric(
+        texts.where(series.notna()), errors="coerce"
+    )
     return numbers.to_numpy(np.float64)
 
 
@@ -403,9 +444,12 @@ def _days(series: Series) -> np.ndarray:
         texts = series.astype("str").where(series.notna())
         first = texts.dropna().iloc[0].strip()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it names dates that only one order fits
+            warnings.simplefilter(
+                "ignore"
+            )  # it names dates that only one order fits
             guesses = [
-                guess_datetime_format(first, dayfirst=day) for day in (False, True)
+                guess_datetime_format(first, dayfirst=day)
+                for day in (False, True)
             ]
         formats = ["ISO8601", *[guess for guess in guesses if guess]]
         tries = [
@@ -423,16 +467,22 @@ def _texts(series: Series) -> Series:
     """Categories as texts; 1 and 1.0 are one category."""
     if series.dtype == "category":
         series = series.astype(series.cat.categories.dtype)
-    if pd.api.types.is_numeric_dtype(series) and not pd.api.types.is_bool_dtype(series):
+    if pd.api.types.is_numeric_dtype(series) and not pd.api.types.is_bool_dtype(
+        series
+    ):
         names = {value: f"{value:.15g}" for value in series.dropna().unique()}
         return series.map(names).astype("object")
-    return series.astype("str").str.strip().where(series.notna()).astype("object")
+    return (
+        series.astype("str").str.strip().where(series.notna()).astype("object")
+    )
 
 
 def _counts(numbers: np.ndarray) -> bool:
     """True if whole numbers identify the rows: each is there once."""
     whole = np.array_equal(numbers, np.round(numbers))
-    return whole and len(numbers) > FEW and len(np.unique(numbers)) == len(numbers)
+    return (
+        whole and len(numbers) > FEW and len(np.unique(numbers)) == len(numbers)
+    )
 
 
 def _ranks(numbers: np.ndarray) -> list[list[float]]:
@@ -454,7 +504,9 @@ def _input_names(column: Mapping[str, Any]) -> list[str]:
     return [*names, f"{name} is missing"] if column["gaps"] else names
 
 
-def _encode_numbers(column: Mapping[str, Any], series: Series) -> Iterable[np.ndarray]:
+def _encode_numbers(
+    column: Mapping[str, Any], series: Series
+) -> Iterable[np.ndarray]:
     numbers = _numbers(column, series)
     assert numbers is not None
     gaps = np.isnan(numbers)
@@ -491,7 +543,9 @@ def _encode_categories(
 
 
 def _warn(column: Mapping[str, Any], message: str) -> None:
-    warnings.warn(f"column {column['name']!r}: {message}.", TableWarning, stacklevel=4)
+    warnings.warn(
+        f"column {column['name']!r}: {message}.", TableWarning, stacklevel=4
+    )
 
 
 # Targets
@@ -527,7 +581,9 @@ class Target:
             assert values is not None
             scale = float(values.std())
             if scale == 0:
-                raise DataError(f"the target {name!r} is the same in every row.")
+                raise DataError(
+                    f"the target {name!r} is the same in every row."
+                )
             return cls(name, task, center=float(values.mean()), scale=scale)
         texts = _texts(series)
         classes = _sorted(texts.unique())
@@ -619,7 +675,9 @@ def hold_out(
 
 
 def class_weights(
-    weight: str | Mapping[Any, float] | None, labels: np.ndarray, classes: Sequence[Any]
+    weight: str | Mapping[Any, float] | None,
+    labels: np.ndarray,
+    classes: Sequence[Any],
 ) -> np.ndarray | None:
     """The weight of each row: "balanced", or a number for each class (1 where none is named)."""
     if weight is None:
@@ -636,7 +694,9 @@ def class_weights(
                 f"class_weight names {strangers[0]!r}, but the classes are {shown}."
             )
         factors = np.array([weight.get(name, 1.0) for name in classes])
-    if not (np.isfinite(factors).all() and factors.min() >= 0 and factors.any()):
+    if not (
+        np.isfinite(factors).all() and factors.min() >= 0 and factors.any()
+    ):
         raise OptionError(
             f"class_weight must be finite, >= 0 and not all 0, but got {weight!r}."
         )

@@ -35,7 +35,9 @@ class LostError(HDNNError):
 
 def world() -> tuple[int, int]:
     """The number of this process and of all, as torchrun says; 0 and 1 without it."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("RANK", "0")), int(
+        os.environ.get("WORLD_SIZE", "1")
+    )
 
 
 class Messages:
@@ -51,14 +53,18 @@ class Messages:
         bytes: bytes to each peer.
     """
 
-    def __init__(self, plan: Plan, store: Any = None, timeout: float = 60.0) -> None:
+    def __init__(
+        self, plan: Plan, store: Any = None, timeout: float = 60.0
+    ) -> None:
         self.plan = plan
         self.store = store
         self.timeout = timeout
         self.sent: Counter[int] = Counter()
         self.bytes: Counter[int] = Counter()
 
-    def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
+    def swap(
+        self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]
+    ) -> None:
         """Send tensors to some processes and receive from some, all at once."""
         pending = []
         peer = -1
@@ -73,7 +79,9 @@ class Messages:
                 work.wait()
         except RuntimeError as error:
             late = "imed out" in str(error)
-            reason = f"sent nothing for {self.timeout:g} s" if late else "is gone"
+            reason = (
+                f"sent nothing for {self.timeout:g} s" if late else "is gone"
+            )
             raise self.lost(f"{self.plan.name(peer)} {reason}") from error
 
     # Along the tree
@@ -104,9 +112,13 @@ class Messages:
 
     def traffic(self) -> list[list[int]]:
         """`[from, to, messages, bytes]` of all processes that talked, at the root."""
-        counts = torch.zeros(self.plan.size, self.plan.size, 2, dtype=torch.int64)
+        counts = torch.zeros(
+            self.plan.size, self.plan.size, 2, dtype=torch.int64
+        )
         for peer, sent in self.sent.items():
-            counts[self.plan.rank, peer] = torch.tensor([sent, self.bytes[peer]])
+            counts[self.plan.rank, peer] = torch.tensor(
+                [sent, self.bytes[peer]]
+            )
         counts = self.up(counts)
         pairs = counts[..., 0].nonzero().tolist()
         return [[i, k, *counts[i, k].tolist()] for i, k in pairs]
@@ -123,7 +135,9 @@ class Messages:
         entries = [_parsed(entry) for entry in self._collect(json.dumps(facts))]
         for rank, entry in enumerate(entries):
             differing = [
-                word for word in facts if entry.get(word) != entries[0].get(word)
+                word
+                for word in facts
+                if entry.get(word) != entries[0].get(word)
             ]
             if differing:
                 raise OptionError(
@@ -145,7 +159,9 @@ class Messages:
             with contextlib.suppress(dist.DistStoreError):
                 self.store.wait(keys, timedelta(seconds=self.timeout))
             absent = [
-                rank for rank, key in enumerate(keys) if not self.store.check([key])
+                rank
+                for rank, key in enumerate(keys)
+                if not self.store.check([key])
             ]
             if not absent:
                 entries = [self.store.get(key) for key in keys]
@@ -167,7 +183,9 @@ class Messages:
             return text
         with contextlib.suppress(RuntimeError):
             self.store.set_timeout(PATIENCE)
-            return self.store.compare_set("fault", "", text).decode(errors="replace")
+            return self.store.compare_set("fault", "", text).decode(
+                errors="replace"
+            )
         return text
 
     def lost(self, text: str) -> LostError:
@@ -201,7 +219,9 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
         raise OptionError(
             "this process is in a process group already; destroy that first."
         )
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # otherwise all connect to all
+    os.environ.setdefault(
+        "TORCH_GLOO_LAZY_INIT", "1"
+    )  # otherwise all connect to all
     if os.environ.get("LOCAL_WORLD_SIZE") == str(
         size
     ):  # one machine: nothing leaves it
@@ -273,7 +293,10 @@ class _Exchange(torch.autograd.Function):
         ctx.settings = halo, messages, reverse
         batch = x.shape[1]
         if not reverse:
-            out = {peer: x.index_select(0, rows) for peer, rows in halo.send.items()}
+            out = {
+                peer: x.index_select(0, rows)
+                for peer, rows in halo.send.items()
+            }
             into = {}
             for peer, (first, last) in halo.receive.items():
                 into[peer] = x.new_empty(last - first, batch)
@@ -283,7 +306,10 @@ class _Exchange(torch.autograd.Function):
             peer: x[first:last].contiguous()
             for peer, (first, last) in halo.receive.items()
         }
-        into = {peer: x.new_empty(len(rows), batch) for peer, rows in halo.send.items()}
+        into = {
+            peer: x.new_empty(len(rows), batch)
+            for peer, rows in halo.send.items()
+        }
         messages.swap(out, into)
         total = x[: halo.rows].clone(memory_format=torch.contiguous_format)
         for peer, rows in halo.send.items():
@@ -291,7 +317,9 @@ class _Exchange(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         halo, messages, reverse = ctx.settings
         gradient = exchange(gradients[0], halo, messages, reverse=not reverse)
         return gradient, None, None, None

@@ -29,7 +29,9 @@ from hdnn import sparsity
 from hdnn.errors import DataError, HDNNError, OptionError, positive_int
 from hdnn.sparsity import Breach, Sparsity
 
-Links = list[list[int]]  # the neighbours of each node, itself among them, in order
+Links = list[
+    list[int]
+]  # the neighbours of each node, itself among them, in order
 
 KEYS = ("nodes", "edges", "R", "T", "sizes", "names", "columns")
 NAME = re.compile(r"[^\W_]([\w .-]{0,62}[\w-])?")  # files are called by it
@@ -74,7 +76,9 @@ class Graph:
         columns: Mapping[str, Any] | None = None,
     ) -> None:
         self.names = _checked_names(names)
-        self.nodes = positive_int("nodes", len(self.names) if nodes is None else nodes)
+        self.nodes = positive_int(
+            "nodes", len(self.names) if nodes is None else nodes
+        )
         if self.nodes > MOST_NODES:
             raise OptionError(
                 f"a graph has up to {MOST_NODES} nodes, but there are {self.nodes}."
@@ -93,7 +97,9 @@ class Graph:
         self.columns = self._columns(columns or {})
         self.S = None if edges is None else self._pairs("edges", edges)
         self.T = (
-            [[i] for i in range(self.nodes)] if T is None else self._pattern("T", T)
+            [[i] for i in range(self.nodes)]
+            if T is None
+            else self._pattern("T", T)
         )
         if sparsity.transposed(self.T) != self.T:
             raise OptionError(
@@ -115,7 +121,9 @@ class Graph:
     def talking(self) -> Links:
         """The links in use, or the edges if links in use do not join all nodes that edges join."""
         if self.S is not None and len(sparsity.groups(self.used)) > 1:
-            return [sorted({*a, *b}) for a, b in zip(self.used, self.S, strict=True)]
+            return [
+                sorted({*a, *b}) for a, b in zip(self.used, self.S, strict=True)
+            ]
         return self.used
 
     @classmethod
@@ -157,7 +165,9 @@ class Graph:
     @classmethod
     def ring(cls, nodes: int, size: int = 1) -> Graph:
         """Nodes on a ring, each linked with its two neighbours."""
-        return cls(nodes, R=[[i, (i + 1) % nodes] for i in range(nodes)], sizes=size)
+        return cls(
+            nodes, R=[[i, (i + 1) % nodes] for i in range(nodes)], sizes=size
+        )
 
     @classmethod
     def grid(cls, rows: int, columns: int, size: int = 1) -> Graph:
@@ -231,7 +241,9 @@ class Graph:
     def _designed(self) -> Links:
         """The R that leaves most weights free."""
         if self.S is None:
-            raise OptionError("the graph has no edges and no R; give one of them.")
+            raise OptionError(
+                "the graph has no edges and no R; give one of them."
+            )
         if self.nodes > MOST_DESIGNED:
             raise OptionError(
                 f"R is designed for up to {MOST_DESIGNED} nodes, but there are {self.nodes}; "
@@ -257,7 +269,9 @@ class Graph:
     def _pairs(self, key: str, pairs: Any) -> Links:
         """The neighbours that undirected links make, each node with itself."""
         if not isinstance(pairs, (list, tuple)):
-            raise OptionError(f"{key} must be pairs of nodes, but is {_shown(pairs)}.")
+            raise OptionError(
+                f"{key} must be pairs of nodes, but is {_shown(pairs)}."
+            )
         rows = [{i} for i in range(self.nodes)]
         for pair in pairs:
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -275,10 +289,13 @@ class Graph:
             value = value.int().tolist()
         square = isinstance(value, (list, tuple)) and len(value) == self.nodes
         square = square and all(
-            isinstance(row, (list, tuple)) and len(row) == self.nodes for row in value
+            isinstance(row, (list, tuple)) and len(row) == self.nodes
+            for row in value
         )
         # Two nodes: [[1, 0], [0, 1]] is a matrix, other rows are links.
-        if not square or (self.nodes == 2 and not value[0][0] == value[1][1] == 1):
+        if not square or (
+            self.nodes == 2 and not value[0][0] == value[1][1] == 1
+        ):
             return self._pairs(key, value)
         links = sparsity.links_of(sparsity.binary(key, value))
         if any(i not in row for i, row in enumerate(links)):
@@ -295,7 +312,9 @@ class Graph:
             )
         columns: dict[str, int] = {}
         for key, value in given.items():
-            node, owned = (key, value) if isinstance(value, list) else (value, [key])
+            node, owned = (
+                (key, value) if isinstance(value, list) else (value, [key])
+            )
             if isinstance(node, str) and node.isdecimal():
                 node = int(node)
             for column in owned:
@@ -310,13 +329,19 @@ class Graph:
 def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
     seen: set[str] = set()
     for name in names:
-        if not isinstance(name, str) or not NAME.fullmatch(name) or name.isdecimal():
+        if (
+            not isinstance(name, str)
+            or not NAME.fullmatch(name)
+            or name.isdecimal()
+        ):
             raise OptionError(
                 f"names has {_shown(name)}, but a name has 1 to 64 letters, digits, blanks, dots, "
                 "- and _, begins with a letter or a digit, and is not a number."
             )
         if name.casefold() in seen:
-            raise OptionError(f"names has {name!r} twice; files are called by it.")
+            raise OptionError(
+                f"names has {name!r} twice; files are called by it."
+            )
         seen.add(name.casefold())
     return tuple(names)
 

@@ -51,7 +51,8 @@ class GraphForce(NamedTuple):
         state = exchange(x.mT, halo, self.messages)
         batch = state.shape[1]
         blocks = [
-            self.K[group.first : group.last].view(group.shape) for group in halo.groups
+            self.K[group.first : group.last].view(group.shape)
+            for group in halo.groups
         ]
         products = []
         for group, K in zip(halo.groups, blocks, strict=True):
@@ -59,7 +60,9 @@ class GraphForce(NamedTuple):
             products.append((K @ read).flatten(0, 1))
         z = sigma(torch.cat(products) + self.b[:, None])
         contributions = state.new_zeros(halo.extended, batch)
-        for group, K, part in zip(halo.groups, blocks, self._split(z), strict=True):
+        for group, K, part in zip(
+            halo.groups, blocks, self._split(z), strict=True
+        ):
             given = (K.mT @ part.view(len(K), -1, batch)).flatten(0, 1)
             contributions = contributions.index_add(0, group.columns, given)
         v = exchange(contributions, halo, self.messages, reverse=True).mT
@@ -68,7 +71,10 @@ class GraphForce(NamedTuple):
     def _split(self, z: Tensor) -> tuple[Tensor, ...]:
         """The rows of each group."""
         return z.split(
-            [nodes * rows for nodes, rows, _ in (g.shape for g in self.halo.groups)]
+            [
+                nodes * rows
+                for nodes, rows, _ in (g.shape for g in self.halo.groups)
+            ]
         )
 
 
@@ -154,7 +160,9 @@ class GraphNetwork(nn.Module):
 
     def smoothness(self) -> Tensor:
         """The own share of the penalty on differences between neighbouring layers."""
-        squares = [weight.diff(dim=0).square().sum() for weight in self.parameters()]
+        squares = [
+            weight.diff(dim=0).square().sum() for weight in self.parameters()
+        ]
         return 0.5 * self.step * torch.stack(squares).sum()
 
     @torch.no_grad()
@@ -164,12 +172,18 @@ class GraphNetwork(nn.Module):
         K is `gain` times N(0, 1/w), where w is the number of features that a row reads; b is 0.
         """
         for node, blocks in self._blocks():
-            generator = torch.Generator().manual_seed((seed * 1_000_003 + node) % 2**63)
+            generator = torch.Generator().manual_seed(
+                (seed * 1_000_003 + node) % 2**63
+            )
             for name, block in blocks.items():
                 drawn = torch.randn(
                     block.shape, generator=generator, dtype=torch.float64
                 )
-                scale = gain * block.shape[-1] ** -0.5 if name.startswith("K") else 0.0
+                scale = (
+                    gain * block.shape[-1] ** -0.5
+                    if name.startswith("K")
+                    else 0.0
+                )
                 block.copy_(scale * drawn)
 
     # One network of all nodes
@@ -192,7 +206,9 @@ class GraphNetwork(nn.Module):
             rows, columns = self._rows_and_columns(node)
             for name, block in blocks.items():
                 weight = net.weight(name)[:, rows]
-                block.copy_(weight[:, :, columns] if name.startswith("K") else weight)
+                block.copy_(
+                    weight[:, :, columns] if name.startswith("K") else weight
+                )
 
     @torch.no_grad()
     def gather(self) -> Network | None:
@@ -231,7 +247,9 @@ class GraphNetwork(nn.Module):
 
     def _rows_and_columns(self, node: int) -> tuple[Tensor, Tensor]:
         """The rows and columns of a node in the matrices of all nodes."""
-        return self._own_positions([node]), self._own_positions(self.plan.graph.R[node])
+        return self._own_positions([node]), self._own_positions(
+            self.plan.graph.R[node]
+        )
 
     def _own_positions(self, nodes: list[int]) -> Tensor:
         """The places of some nodes in a half of the state of all nodes, or in the whole state."""

@@ -34,7 +34,9 @@ def partition(graph: Graph, parts: int) -> list[int]:
         return list(range(nodes))
     if parts > 1 and importlib.util.find_spec("pymetis"):
         owner = _metis(graph, parts)
-        if len(set(owner)) == parts:  # it may leave a part of a tiny graph empty
+        if (
+            len(set(owner)) == parts
+        ):  # it may leave a part of a tiny graph empty
             return owner
     owner = [0] * nodes
     for place, node in enumerate(_breadth_first(graph.talking, 0)[0]):
@@ -44,7 +46,9 @@ def partition(graph: Graph, parts: int) -> list[int]:
 
 def _metis(graph: Graph, parts: int) -> list[int]:
     pymetis = require("pymetis", extra="graph")
-    neighbours = [[k for k in row if k != i] for i, row in enumerate(graph.used)]
+    neighbours = [
+        [k for k in row if k != i] for i, row in enumerate(graph.used)
+    ]
     _, owner = pymetis.part_graph(parts, adjacency=neighbours)
     return [int(part) for part in owner]
 
@@ -79,13 +83,17 @@ class Plan:
         children: the processes below.
     """
 
-    def __init__(self, graph: Graph, owner: Sequence[int], rank: int = 0) -> None:
+    def __init__(
+        self, graph: Graph, owner: Sequence[int], rank: int = 0
+    ) -> None:
         self.graph = graph
         self.owner = owner
         self.rank = rank
         self.size = max(owner) + 1
         own = [node for node in range(graph.nodes) if owner[node] == rank]
-        self.nodes = sorted(own, key=lambda i: (graph.sizes[i], self.width(i), i))
+        self.nodes = sorted(
+            own, key=lambda i: (graph.sizes[i], self.width(i), i)
+        )
         between: list[set[int]] = [set() for _ in range(self.size)]
         for node, row in enumerate(graph.talking):
             between[owner[node]].update(owner[other] for other in row)
@@ -93,7 +101,9 @@ class Plan:
         _, parents = _breadth_first([sorted(row) for row in between], root)
         self.peers = sorted(between[rank] - {rank})
         self.parent = None if rank == root else parents[rank]
-        self.children = [k for k, up in parents.items() if up == rank and k != root]
+        self.children = [
+            k for k, up in parents.items() if up == rank and k != root
+        ]
 
     @property
     def is_root(self) -> bool:
@@ -110,7 +120,9 @@ class Plan:
         labels = ", ".join(map(self.graph.label, nodes[:4]))
         if len(nodes) == 1:
             return f"node {labels}"
-        return f"process {rank} (nodes {labels}{', ..' if len(nodes) > 4 else ''})"
+        return (
+            f"process {rank} (nodes {labels}{', ..' if len(nodes) > 4 else ''})"
+        )
 
 
 @dataclass

@@ -28,16 +28,20 @@ from hdnn.distributed.exchange import Messages, connect, world
 from hdnn.distributed.graph import Graph
 from hdnn.distributed.network import GraphNetwork
 from hdnn.distributed.plan import Plan, partition
-from hdnn.errors import CheckpointError, ConvergenceError, DataError, HDNNError, choose
+from hdnn.errors import (
+    CheckpointError,
+    ConvergenceError,
+    DataError,
+    HDNNError,
+    choose,
+)
 from hdnn.heads import Augment, Model, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.training import checkpoint
 from hdnn.training.fit import Options
 from hdnn.training.output import Output
 from hdnn.training.recipes import cosine, rate_factor
 
-NEWTON = (
-    256  # features, up to which the root solves the output layer for each minibatch
-)
+NEWTON = 256  # features, up to which the root solves the output layer for each minibatch
 CHUNK = 4096  # samples that go through the network at once
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 DEFAULTS = {
@@ -80,7 +84,9 @@ class Samples(NamedTuple):
 
     x: Tensor
     t: Tensor | None
-    order: str  # equal for processes that have the same samples in the same order
+    order: (
+        str  # equal for processes that have the same samples in the same order
+    )
 
 
 def train(
@@ -136,9 +142,13 @@ def train(
         **{name: value for name, value in options.items() if name in names}
     )
     choose("dtype", settings.dtype, DTYPES)
-    others = {name: value for name, value in options.items() if name not in names}
+    others = {
+        name: value for name, value in options.items() if name not in names
+    }
     solver = "newton" if graph.features <= NEWTON else "joint"
-    numbers = Options(**{"solver": solver, **DEFAULTS, **others, "seed": settings.seed})
+    numbers = Options(
+        **{"solver": solver, **DEFAULTS, **others, "seed": settings.seed}
+    )
     rank, size = world()
     plan = Plan(graph, partition(graph, size), rank)
     messages = connect(plan, timeout)
@@ -152,7 +162,9 @@ def train(
         raise
     messages.close()
     if folder is not None and plan.is_root:
-        shown = {name: value for name, value in metrics.items() if name != "model"}
+        shown = {
+            name: value for name, value in metrics.items() if name != "model"
+        }
         if "model" in metrics:
             io.save(metrics["model"], Path(folder) / "model.safetensors")
         io.write_json(Path(folder) / "metrics.json", shown)
@@ -163,7 +175,11 @@ class Training:
     """One training, as one process sees it; all of its state is at the end of an epoch."""
 
     def __init__(
-        self, messages: Messages, data: str, settings: Settings, options: Options
+        self,
+        messages: Messages,
+        data: str,
+        settings: Settings,
+        options: Options,
     ) -> None:
         self.start = time.perf_counter()
         self.messages = messages
@@ -185,25 +201,40 @@ class Training:
         self.net.reset_parameters(settings.seed, settings.gain)
         self.positions = self.net.positions
         self.samples, classes = self.read(dtype)
-        self.head = _head(self.graph.features, classes, settings.seed + 1, dtype)
+        self.head = _head(
+            self.graph.features, classes, settings.seed + 1, dtype
+        )
         self.output = Output(
             self.head, options.solver, options.ridge, options.learning_rate
         )
         self.model = nn.ModuleDict({"net": self.net, "head": self.head})
         groups = [
-            {"params": [*self.net.parameters()], "weight_decay": options.weight_decay}
+            {
+                "params": [*self.net.parameters()],
+                "weight_decay": options.weight_decay,
+            }
         ]
         self.joint = options.solver == "joint"
         if self.joint:
-            self.block = nn.Linear(len(self.positions), self.head.outputs, dtype=dtype)
+            self.block = nn.Linear(
+                len(self.positions), self.head.outputs, dtype=dtype
+            )
             self.block.load_state_dict(
-                {"weight": self.head.weight[:, self.positions], "bias": self.head.bias}
+                {
+                    "weight": self.head.weight[:, self.positions],
+                    "bias": self.head.bias,
+                }
             )
             self.model["block"] = self.block
             groups.append(
-                {"params": [*self.block.parameters()], "weight_decay": options.ridge}
+                {
+                    "params": [*self.block.parameters()],
+                    "weight_decay": options.ridge,
+                }
             )
-        self.optimizer = torch.optim.Adam(groups, lr=options.learning_rate, fused=True)
+        self.optimizer = torch.optim.Adam(
+            groups, lr=options.learning_rate, fused=True
+        )
         self.generator = torch.Generator().manual_seed(options.seed)
         self.history: dict[str, list[float]] = {"loss": [], "accuracy": []}
         self.results: list[
@@ -232,15 +263,20 @@ class Training:
         """Samples to train on and to test with, and the number of classes; 0 for values."""
         samples = {}
         if self.data in planar.SETS:
-            points = planar.load(self.data, seed=self.settings.seed, dtype=dtype)
+            points = planar.load(
+                self.data, seed=self.settings.seed, dtype=dtype
+            )
             places = entry_points(self.graph)
             for part in ("train", "test"):
                 x = getattr(points, f"x_{part}")
                 t = getattr(points, f"t_{part}")
                 nodes = [
-                    node_rows(self.graph, node, x, places) for node in self.plan.nodes
+                    node_rows(self.graph, node, x, places)
+                    for node in self.plan.nodes
                 ]
-                samples[part] = Samples(self._joined(nodes), t, checkpoint.digest([t]))
+                samples[part] = Samples(
+                    self._joined(nodes), t, checkpoint.digest([t])
+                )
             return samples, 2
         home = Path(self.data)
         if not home.is_dir():
@@ -267,7 +303,11 @@ class Training:
             tensors = _load(path)
             x = tensors.get("x", torch.empty(0))
             size = 2 * self.graph.sizes[node]
-            if x.ndim != 2 or x.shape[1] != size or not bool(x.isfinite().all()):
+            if (
+                x.ndim != 2
+                or x.shape[1] != size
+                or not bool(x.isfinite().all())
+            ):
                 raise DataError(
                     f"{path} must hold x (samples, {size}), p and then q of node "
                     f"{self.graph.label(node)}, without gaps; it has {tuple(x.shape)}."
@@ -327,7 +367,9 @@ class Training:
         if len(common):
             self.epoch = int(common.max())
             state = saved[self.epoch]
-            checkpoint.restore(state, self.model, self.optimizer, self.generator)
+            checkpoint.restore(
+                state, self.model, self.optimizer, self.generator
+            )
             self.history = state.values["history"]
 
     def save(self) -> None:
@@ -346,13 +388,16 @@ class Training:
         while self.epoch < epochs:
             order = torch.randperm(count, generator=self.generator)
             for k, index in enumerate(order.split(self.options.batch)):
-                self.step(index, (self.epoch + k / batches) / epochs, epochs * batches)
+                self.step(
+                    index, (self.epoch + k / batches) / epochs, epochs * batches
+                )
             self.epoch += 1
             if self.plan.is_root:
                 news: dict[str, Any] = {"epoch": self.epoch, "epochs": epochs}
                 for position, name in enumerate(("loss", "accuracy")):
                     news[name] = (
-                        math.fsum(result[position] for result in self.results) / batches
+                        math.fsum(result[position] for result in self.results)
+                        / batches
                     )
                     self.history[name].append(news[name])
                 self.results = []
@@ -368,9 +413,15 @@ class Training:
         options = self.options
         self.optimizer.zero_grad()
         y = self.net(samples.x[index])
-        t = samples.t[index] if self.plan.is_root and samples.t is not None else None
+        t = (
+            samples.t[index]
+            if self.plan.is_root and samples.t is not None
+            else None
+        )
         y.backward(
-            self.descend(y.detach(), t) if self.joint else self.solve(y.detach(), t)
+            self.descend(y.detach(), t)
+            if self.joint
+            else self.solve(y.detach(), t)
         )
         alpha = options.smoothness
         if options.smoothing == "cosine":
@@ -410,7 +461,9 @@ class Training:
             scores = residual.requires_grad_()
             loss = self.head.loss(scores, t)
             (residual,) = torch.autograd.grad(loss, scores)
-            self.add(float(loss.detach()), _accuracy(self.head, scores.detach(), t))
+            self.add(
+                float(loss.detach()), _accuracy(self.head, scores.detach(), t)
+            )
         residual = self.messages.down(residual)
         self.block.weight.grad = residual.T @ y
         if self.plan.is_root:
@@ -444,9 +497,13 @@ class Training:
     def refit(self) -> None:
         """Let the root fit the output layer to all data."""
         x, t, _ = self.samples["train"]
-        features = torch.cat([self.features(self.net(rows)) for rows in x.split(CHUNK)])
+        features = torch.cat(
+            [self.features(self.net(rows)) for rows in x.split(CHUNK)]
+        )
         if self.plan.is_root and t is not None:
-            self.output.refit((features, t, None), self.options.batch, self.generator)
+            self.output.refit(
+                (features, t, None), self.options.batch, self.generator
+            )
 
     # The end
 
@@ -463,12 +520,16 @@ class Training:
             "history": self.history,
         }
         for part, (x, t, _) in self.samples.items():
-            scores = torch.cat([self.scores(self.net(rows)) for rows in x.split(CHUNK)])
+            scores = torch.cat(
+                [self.scores(self.net(rows)) for rows in x.split(CHUNK)]
+            )
             if self.plan.is_root and t is not None:
                 metrics[f"{part}_rows"] = len(x)
                 metrics[f"{part}_loss"] = float(self.head.loss(scores, t))
                 if not isinstance(self.head, RegressionHead):
-                    metrics[f"{part}_accuracy"] = _accuracy(self.head, scores, t)
+                    metrics[f"{part}_accuracy"] = _accuracy(
+                        self.head, scores, t
+                    )
         traffic = self.messages.traffic()
         metrics["traffic"] = traffic
         metrics["messages"] = sum(row[2] for row in traffic)
@@ -498,7 +559,10 @@ class Training:
 
 
 def _head(features: int, classes: int, seed: int, dtype: torch.dtype) -> Any:
-    options: Any = {"generator": torch.Generator().manual_seed(seed), "dtype": dtype}
+    options: Any = {
+        "generator": torch.Generator().manual_seed(seed),
+        "dtype": dtype,
+    }
     if classes == 0:
         return RegressionHead(features, 1, **options)
     if classes == 2:
@@ -528,7 +592,9 @@ def entry_points(graph: Graph) -> list[int]:
     return [0, middle[len(middle) // 2]]
 
 
-def node_rows(graph: Graph, node: int, x: Tensor, places: Sequence[int]) -> Tensor:
+def node_rows(
+    graph: Graph, node: int, x: Tensor, places: Sequence[int]
+) -> Tensor:
     """The features of one node: inputs that enter it, and zeros."""
     own = x.new_zeros(len(x), 2 * graph.sizes[node])
     for column, place in enumerate(node_features(graph, node)):
@@ -584,5 +650,7 @@ def _labels(t: Tensor | None, count: int, classes: int, path: Path) -> Tensor:
     if classes == 0:
         return t.reshape(count, 1)
     if t.is_floating_point() or int(t.min()) < 0 or int(t.max()) >= classes:
-        raise DataError(f"{path} must hold whole numbers t in 0 .. {classes - 1}.")
+        raise DataError(
+            f"{path} must hold whole numbers t in 0 .. {classes - 1}."
+        )
     return t

@@ -45,7 +45,9 @@ class Definition:
         self, saved: Tensor, g: Tensor, tensors: Tensors
     ) -> list[Tensor | None]:
         inputs = [saved, *tensors]
-        leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
+        leaves = [
+            None if t is None else t.detach().requires_grad_() for t in inputs
+        ]
         with torch.enable_grad():
             out = self._run(leaves[0], leaves[1:])
         present = [t for t in leaves if t is not None]
@@ -56,7 +58,12 @@ class Definition:
         stack = self.stack
         forces = stack.forces(tensors)
         return schemes.run(
-            stack.scheme, y, forces, tensors[0], stack.sigma, inverse=stack.inverse
+            stack.scheme,
+            y,
+            forces,
+            tensors[0],
+            stack.sigma,
+            inverse=stack.inverse,
         )
 
 
@@ -106,7 +113,12 @@ class Stored:
         return [(0, N)]
 
     def again(
-        self, y: Tensor, g: Tensor, tensors: Tensors, span: slice, grads: list[Any]
+        self,
+        y: Tensor,
+        g: Tensor,
+        tensors: Tensors,
+        span: slice,
+        grads: list[Any],
     ) -> tuple[Tensor, Tensor]:
         """Run a segment from its first state y, and back: its last state, the gradient of y.
 
@@ -152,7 +164,9 @@ class Checkpoint(Stored):
     ) -> list[Any]:
         grads: list[Any] = [None] * len(tensors)
         starts = [y, *saved.unbind(0)]
-        for span, start in reversed(list(zip(self.spans(), starts, strict=True))):
+        for span, start in reversed(
+            list(zip(self.spans(), starts, strict=True))
+        ):
             _, g = self.again(start, g, tensors, span, grads)
         return [g, *grads]
 
@@ -236,7 +250,9 @@ def check_drift(drift: Tensor, grads: list[Any]) -> list[Any]:
         f"and came back to a first state that is off by {size:.2g} of its size"
     )
     if size >= WORTHLESS:
-        raise OptionError(f"{event}, so the gradients would be worthless; {advice}.")
+        raise OptionError(
+            f"{event}, so the gradients would be worthless; {advice}."
+        )
     warnings.warn(
         f"{event}, so the gradients are inexact; {advice}.",
         ReversalWarning,

@@ -35,11 +35,11 @@ from hdnn.engine import memory
 from hdnn.engine.memory import Stack, Tensors
 
 DTYPES = {torch.float32: numba.float32, torch.float64: numba.float64}
-LONGEST = 256  # samples in a tile: the longer, the rarer are the checks before a loop
-LANES = 16  # a tile is a multiple of this
-PARALLEL_FROM = (
-    20_000_000  # products: below this, waking a thread costs more than it brings
+LONGEST = (
+    256  # samples in a tile: the longer, the rarer are the checks before a loop
 )
+LANES = 16  # a tile is a multiple of this
+PARALLEL_FROM = 20_000_000  # products: below this, waking a thread costs more than it brings
 
 # Sums in any order, and fused products: what lets a loop over samples become vector instructions.
 inner = numba.njit(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
@@ -63,7 +63,9 @@ def pointer_to(context, address, like):
     """A pointer to numbers of the type of `like`."""
 
     def generate(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+        return builder.inttoptr(
+            args[0], context.get_value_type(signature.return_type)
+        )
 
     return numba.types.CPointer(like)(address, like), generate
 
@@ -109,7 +111,9 @@ def _(x):
     def rational(x):  # pragma: kernel
         x = min(max(x, -bound), bound)
         s = x * x
-        p = ((((((p0 * s + p1) * s + p2) * s + p3) * s + p4) * s + p5) * s + p6) * x
+        p = (
+            (((((p0 * s + p1) * s + p2) * s + p3) * s + p4) * s + p5) * s + p6
+        ) * x
         return p / (((q0 * s + q1) * s + q2) * s + q3)
 
     return rational
@@ -215,7 +219,9 @@ def outer_block(R: int, C: int) -> Iterator[str]:
             yield f"G[start + (i + {a}) * columns + k + {b}] += g{a}{b}"
 
 
-add_product = unrolled("add_product", "W, start, down, across, c, x, z", product_block)
+add_product = unrolled(
+    "add_product", "W, start, down, across, c, x, z", product_block
+)
 add_outer = unrolled("add_outer", "G, start, u, x", outer_block)
 
 
@@ -306,7 +312,9 @@ def forward_kernel(args):  # pragma: kernel
         x_at = scratch + group * room
         free = x_at + n * T * size
         x = matrix(x_at, n, T, like)
-        for tile in range(tiles * group // groups, tiles * (group + 1) // groups):
+        for tile in range(
+            tiles * group // groups, tiles * (group + 1) // groups
+        ):
             first = tile * T
             count = min(T, B - first)
             gather(matrix(y, B, n, like), first, count, x, n, T)
@@ -319,10 +327,14 @@ def forward_kernel(args):  # pragma: kernel
                 b = matrix(a[WEIGHTS + 3 * half + 1], 1, 1, like)[0]
                 V = matrix(a[WEIGHTS + 3 * half + 2], 1, 1, like)[0]
                 source = matrix(x_at + half * m * T * size, m, T, like)
-                target = matrix(x_at + (n - m - half * m) * T * size, m, T, like)
+                target = matrix(
+                    x_at + (n - m - half * m) * T * size, m, T, like
+                )
                 p_at = free
                 z_at = free + R * T * size
-                if saved:  # what the step reads, and z, or p where the slope needs it
+                if (
+                    saved
+                ):  # what the step reads, and z, or p where the slope needs it
                     place = saved + (tile * M + s) * (m + R) * T * size
                     copy(source, matrix(place, m, T, like), m, T)
                     if code == 0:
@@ -356,7 +368,9 @@ def backward_kernel(args):  # pragma: kernel
         free = g_at + n * T * size
         gx = matrix(g_at, n, T, like)
         G = matrix(a[SUMS] + group * a[SUMS + 1] * size, 1, 1, like)[0]
-        for tile in range(tiles * group // groups, tiles * (group + 1) // groups):
+        for tile in range(
+            tiles * group // groups, tiles * (group + 1) // groups
+        ):
             first = tile * T
             count = min(T, B - first)
             gather(matrix(g, B, n, like), first, count, gx, n, T)
@@ -371,7 +385,9 @@ def backward_kernel(args):  # pragma: kernel
                 db = a[PLACES + 3 * half + 1] + j * r
                 dV = a[PLACES + 3 * half + 2]
                 g_source = matrix(g_at + half * m * T * size, m, T, like)
-                g_target = matrix(g_at + (n - m - half * m) * T * size, m, T, like)
+                g_target = matrix(
+                    g_at + (n - m - half * m) * T * size, m, T, like
+                )
                 place = saved + (tile * M + s) * (m + R) * T * size
                 source = matrix(place, m, T, like)
                 p = matrix(place + m * T * size, r, T, like)
@@ -399,7 +415,12 @@ def backward_kernel(args):  # pragma: kernel
 
 
 COUNT = 35
-ROWS, WEIGHTS, SUMS, PLACES = 18, 20, 26, 29  # where they lie among the arguments
+ROWS, WEIGHTS, SUMS, PLACES = (
+    18,
+    20,
+    26,
+    29,
+)  # where they lie among the arguments
 SAME, NONE = -2, -1  # in the place of the gradient of V
 
 
@@ -416,7 +437,9 @@ class Kernel:
         fractions = torch.tensor(
             [fraction for _, _, fraction in stack.order], dtype=stack.dtype
         )
-        order = torch.tensor([step[:2] for step in stack.order], dtype=torch.int64)
+        order = torch.tensor(
+            [step[:2] for step in stack.order], dtype=torch.int64
+        )
         self.order = torch.cat(
             [order.flatten().view(torch.uint8), fractions.view(torch.uint8)]
         )
@@ -477,7 +500,11 @@ class Kernel:
         )
         rows = (self.stack.rows[0], self.stack.rows[-1])
         args = [0, groups, self.tiles, *self.sizes]
-        args += [scratch.data_ptr(), self.room * self.stack.dtype.itemsize, *states]
+        args += [
+            scratch.data_ptr(),
+            self.room * self.stack.dtype.itemsize,
+            *states,
+        ]
         args += [self.order.data_ptr(), tensors[0].data_ptr(), *rows]
         for k in range(1, len(tensors), 3):
             K, b, V = tensors[k : k + 3]
@@ -559,7 +586,12 @@ def openmp() -> Any:
     except (OSError, AttributeError):
         return None
     parallel.restype = None
-    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint,
+        ctypes.c_uint,
+    ]
     return parallel
 
 

@@ -45,10 +45,15 @@ def sigma_of(x, ACT: constexpr, FAST: constexpr):  # pragma: kernel
         else:  # exact to rounding also near 0, where subtracting large numbers would not be
             s = x * x
             near = (
-                (s * -5.70498872745e-3 + 2.06390887954e-2) * s - 5.37397155531e-2
+                (s * -5.70498872745e-3 + 2.06390887954e-2) * s
+                - 5.37397155531e-2
             ) * s
-            near = x + x * (((near + 1.33314422036e-1) * s - 3.33332819422e-1) * s)
-            z = tl.where(tl.abs(x) < 0.625, near, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
+            near = x + x * (
+                ((near + 1.33314422036e-1) * s - 3.33332819422e-1) * s
+            )
+            z = tl.where(
+                tl.abs(x) < 0.625, near, 2.0 * tl.sigmoid(2.0 * x) - 1.0
+            )
     elif ACT == "relu":
         z = tl.where(x > 0.0, x, x * 0.0)
     elif ACT == "sigmoid":
@@ -97,7 +102,9 @@ def rounded(x, PREC: constexpr):  # pragma: kernel
         x = (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
     elif PREC == "bf16":
         x = x.to(tl.bfloat16)
-    elif PREC == "emulated":  # bf16 in the interpreter, which cannot multiply bf16
+    elif (
+        PREC == "emulated"
+    ):  # bf16 in the interpreter, which cannot multiply bf16
         x = x.to(tl.bfloat16).to(tl.float32)
     return x
 
@@ -120,7 +127,9 @@ def ordered(x, PREC: constexpr):  # pragma: kernel
     # saves the exchange among threads.
     if PREC == "tf32":
         eights = tl.reshape(x, (x.shape[0], x.shape[1] // 8, 4, 2))
-        x = tl.reshape(tl.permute(eights, (0, 1, 3, 2)), (x.shape[0], x.shape[1]))
+        x = tl.reshape(
+            tl.permute(eights, (0, 1, 3, 2)), (x.shape[0], x.shape[1])
+        )
     return x
 
 
@@ -206,14 +215,34 @@ def forward_kernel(
         q = tl.load(y + at + m, mask=inside, other=0.0)
     j = first * 0 + N - 1 if INVERSE else first * 0
     K, b, V = weights_of(
-        0, j, 0, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m, READS, SAME, PREC, BR, BM
+        0,
+        j,
+        0,
+        K_0,
+        b_0,
+        V_0,
+        K_1,
+        b_1,
+        V_1,
+        r_0,
+        r_1,
+        m,
+        READS,
+        SAME,
+        PREC,
+        BR,
+        BM,
     )
     for depth in range(N):
         for e in tl.static_range(E):
             c = tl.load(h + j) * tl.load(fractions + e)
             j_next = j
             if e == E - 1:
-                j_next = tl.maximum(j - 1, 0) if INVERSE else tl.minimum(j + 1, N - 1)
+                j_next = (
+                    tl.maximum(j - 1, 0)
+                    if INVERSE
+                    else tl.minimum(j + 1, N - 1)
+                )
             source = p
             target = p
             if HALVES:
@@ -225,7 +254,9 @@ def forward_kernel(
                 step = (first * 0 + depth * E + e) * B
                 tl.store(kept + (step + row) * m + k, source, mask=inside)
             K_here, b_here, V_here = K, b, V
-            if RB == 1:  # the next weights are on their way while this step runs
+            if (
+                RB == 1
+            ):  # the next weights are on their way while this step runs
                 K, b, V = weights_of(
                     (e + 1) % E, j_next, 0, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
                     READS, SAME, PREC, BR, BM,
@@ -277,7 +308,9 @@ def back_through(
     u = c * slope_of(a, z, ACT) * t
     u_T = tl.trans(rounded(u, WPREC))
     z_T = tl.trans(rounded(c * z, WPREC))
-    grad = dot(u_T, rounded(source, WPREC), tl.zeros((BR, BM), tl.float32), WPREC)
+    grad = dot(
+        u_T, rounded(source, WPREC), tl.zeros((BR, BM), tl.float32), WPREC
+    )
     i = block * BR + tl.arange(0, BR)
     k = tl.arange(0, BM)
     at = (j * r + i)[:, None] * m + k[None, :]
@@ -286,7 +319,12 @@ def back_through(
         grad = dot(z_T, rounded(g_target, WPREC), grad, WPREC)
     elif LEARNED:
         zero = tl.zeros((BR, BM), tl.float32)
-        add(dV + at, dot(z_T, rounded(g_target, WPREC), zero, WPREC), inside, ATOMIC)
+        add(
+            dV + at,
+            dot(z_T, rounded(g_target, WPREC), zero, WPREC),
+            inside,
+            ATOMIC,
+        )
     add(dK + at, grad, inside, ATOMIC)
     add(db + j * r + i, tl.sum(u, 0), i < r, ATOMIC)
     if STEP:
@@ -345,16 +383,25 @@ def backward_kernel(
             BM,
         )
         step = (zero + N * E - 1) * B
-        source_next = tl.load(kept + (step + row) * m + k, mask=inside, other=0.0)
+        source_next = tl.load(
+            kept + (step + row) * m + k, mask=inside, other=0.0
+        )
         for depth in range(N):
             for e in tl.static_range(E - 1, -1, -1):
                 part = tl.load(fractions + e)
                 c = tl.load(h + j) * part
                 j_here = j
                 if e == 0:
-                    j = tl.minimum(j + 1, N - 1) if INVERSE else tl.maximum(j - 1, 0)
+                    j = (
+                        tl.minimum(j + 1, N - 1)
+                        if INVERSE
+                        else tl.maximum(j - 1, 0)
+                    )
                 source = source_next
-                step = tl.maximum(zero + N * E - 2 - (depth * E + E - 1 - e), 0) * B
+                step = (
+                    tl.maximum(zero + N * E - 2 - (depth * E + E - 1 - e), 0)
+                    * B
+                )
                 source_next = tl.load(
                     kept + (step + row) * m + k, mask=inside, other=0.0
                 )
@@ -449,7 +496,9 @@ class Kernel:
         self.deterministic = deterministic
         moves = list(stack.scheme.ordered(stack.inverse))
         parts = [fraction for _, _, fraction in moves]
-        self.fractions = torch.tensor(parts, dtype=stack.dtype, device=stack.device)
+        self.fractions = torch.tensor(
+            parts, dtype=stack.dtype, device=stack.device
+        )
         self.precision = precision
         few = min(stack.rows) * stack.width < FEW
         weights = "bf16" if precision == "tf32" and not few else precision
@@ -483,14 +532,18 @@ class Kernel:
         )
 
     def _bits(self, output: str) -> int:
-        return sum((each == output) << i for i, each in enumerate(self.stack.outputs))
+        return sum(
+            (each == output) << i for i, each in enumerate(self.stack.outputs)
+        )
 
     def _launch(
         self, kernel: Any, grid: int, args: tuple[Any, ...], **options: Any
     ) -> None:
         constants = self.constants | options
         names = {*kernel.arg_names, "num_warps", "num_stages"}
-        constants = {name: value for name, value in constants.items() if name in names}
+        constants = {
+            name: value for name, value in constants.items() if name in names
+        }
         if self.stack.device.type != "cuda":
             kernel[(grid,)](*args, **constants)
             return
@@ -556,5 +609,8 @@ class Kernel:
 
     def _weights(self, tensors: Tensors) -> tuple[Any, ...]:
         h, *weights = tensors
-        filled = [weights[k - k % 3] if t is None else t for k, t in enumerate(weights)]
+        filled = [
+            weights[k - k % 3] if t is None else t
+            for k, t in enumerate(weights)
+        ]
         return h, self.fractions, *filled[:3], *filled[-3:]

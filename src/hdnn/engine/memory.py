@@ -57,7 +57,9 @@ class Stack:
             layers = reversed(layers)
         moves = list(self.scheme.ordered(self.inverse))
         return [
-            (half, layer, fraction) for layer in layers for half, _, fraction in moves
+            (half, layer, fraction)
+            for layer in layers
+            for half, _, fraction in moves
         ]
 
     @cached_property
@@ -96,7 +98,9 @@ class Stack:
                     if len(shape) == 3
                     else (shape[-1], 1)
                 )
-                views.append(buffer.as_strided(shape, strides[-len(shape) :], start))
+                views.append(
+                    buffer.as_strided(shape, strides[-len(shape) :], start)
+                )
         return views
 
     def forces(self, tensors: Sequence[Tensor | None]) -> list[Force]:

@@ -35,9 +35,7 @@ BACKPROPS = ("stored", "checkpoint", "reversible")
 GRID = 2.0**40
 LIMIT = 2.0**23  # the largest state on the grid: 2^63 multiples
 COARSE = 1e-3  # relative rounding to the grid that gives a warning
-WORTHLESS = (
-    0.1  # relative error of a rebuilt state, or of a move that is computed again
-)
+WORTHLESS = 0.1  # relative error of a rebuilt state, or of a move that is computed again
 DIFFERENT = 0.01  # such an error of a move that gives a warning
 SAMPLE = 256  # entries by which a move is recognised
 ADVICE = 'take state="fixed", whose reversal is exact, or backprop="checkpoint"'
@@ -102,7 +100,12 @@ def _on_grid(total: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check_grid(y: Tensor, y_N: Tensor) -> None:
     """Raise if a state left the grid, and warn if y is hardly larger than its steps."""
-    if torch.compiler.is_compiling() or transformed() or y.is_meta or capturing(y):
+    if (
+        torch.compiler.is_compiling()
+        or transformed()
+        or y.is_meta
+        or capturing(y)
+    ):
         return
     if not y.numel():
         return
@@ -192,12 +195,18 @@ def _checkpointed(
     for first in range(0, len(moves), size):
         segment = moves[first : first + size]
         name = f"{segment[0].name} to {segment[-1].name}"
-        moment = Moment(name, [move.module for move in segment], halves[0].value.device)
+        moment = Moment(
+            name, [move.module for move in segment], halves[0].value.device
+        )
 
-        def again(*tensors: Any, segment: Sequence[Move] = segment) -> list[Half]:
+        def again(
+            *tensors: Any, segment: Sequence[Move] = segment
+        ) -> list[Half]:
             pairs = zip(tensors[::2], tensors[1::2], strict=True)
             with recording:
-                return _stored([Half(*pair) for pair in pairs], segment, args, options)
+                return _stored(
+                    [Half(*pair) for pair in pairs], segment, args, options
+                )
 
         contexts: Any = lambda moment=moment: (nullcontext(), moment)  # noqa: E731
         tensors = [tensor for half in halves for tensor in half]
@@ -252,7 +261,9 @@ class Moment:
     `torch.func.functional_call`. What a module counted in the first pass is not counted again.
     """
 
-    def __init__(self, name: str, roots: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self, name: str, roots: Sequence[Any], device: torch.device
+    ) -> None:
         self.name = name
         self.device = device
         self.random = torch.get_rng_state()
@@ -263,7 +274,9 @@ class Moment:
         modules = {module: None for root in roots for module in root.modules()}
         self.modes = [(module, module.training) for module in modules]
         self.weights = [
-            entry for module in modules for entry in _entries(module._parameters)
+            entry
+            for module in modules
+            for entry in _entries(module._parameters)
         ]
         self.buffers = [
             entry for module in modules for entry in _entries(module._buffers)
@@ -283,11 +296,15 @@ class Moment:
         """Note what the modules changed by themselves in the first pass."""
         for entry in self.weights:
             entry.version = _version(entry.tensor)
-        self.counted += [b for b in self.buffers if b.version != _version(b.tensor)]
+        self.counted += [
+            b for b in self.buffers if b.version != _version(b.tensor)
+        ]
 
     def check(self) -> None:
         """Raise if weights were changed in place, as by the step of an optimiser."""
-        if any(entry.version != _version(entry.tensor) for entry in self.weights):
+        if any(
+            entry.version != _version(entry.tensor) for entry in self.weights
+        ):
             raise OptionError(
                 f"the weights of {self.name} changed in place after the forward pass, so the "
                 "gradients would be those of other weights; take the optimiser's step after the "
@@ -324,7 +341,9 @@ class Moment:
         for entry in [*self.weights, *self.buffers]:
             entry.restore(stack)
         for entry in self.counted:
-            stack.callback(entry.holder.update, {entry.name: entry.holder[entry.name]})
+            stack.callback(
+                entry.holder.update, {entry.name: entry.holder[entry.name]}
+            )
             entry.holder[entry.name] = entry.tensor.clone()
 
 
@@ -346,7 +365,9 @@ class Entry:
         if now is self.tensor and self.tensor.requires_grad == self.needs_grad:
             return
         stack.callback(self.holder.update, {self.name: now})
-        self.holder[self.name] = self.tensor.detach().requires_grad_(self.needs_grad)
+        self.holder[self.name] = self.tensor.detach().requires_grad_(
+            self.needs_grad
+        )
 
 
 def _entries(holder: Any) -> list[Entry]:
@@ -363,7 +384,11 @@ def _version(x: Tensor) -> int:
 
 def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
     enabled = torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind), enabled, torch.is_autocast_cache_enabled()
+    return (
+        torch.get_autocast_dtype(kind),
+        enabled,
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 class Recording(threading.local):
@@ -419,13 +444,17 @@ class Rebuild:
             source, target = halves[move.source].value, halves[move.target]
             moment = Moment(move.name, [move.module], source.device)
             if k and torch.equal(moment.random, self.steps[-1].moment.random):
-                moment.random = self.steps[-1].moment.random  # many take no memory
+                moment.random = self.steps[
+                    -1
+                ].moment.random  # many take no memory
             values = self.values[k] = {}
             hooks = saved_tensors_hooks(
                 partial(_pack, values, None), partial(self._unpack, k)
             )
             with recording, hooks:
-                result = _evaluate(move, source, target, self.args, self.options)
+                result = _evaluate(
+                    move, source, target, self.args, self.options
+                )
             moment.done()
             if values and self.first < 0:
                 self.first = k
@@ -477,7 +506,11 @@ class Rebuild:
         move, step = self.moves[k], self.steps[k]
         if k == self.first + 1:
             self.doubts.append(("", _drift(self.start, self.halves, self.end)))
-        source = self.halves[move.source].value if step.source is None else step.source
+        source = (
+            self.halves[move.source].value
+            if step.source is None
+            else step.source
+        )
         target = self.halves[move.target]
         values: dict[int, Tensor] = {}
         versions: list[int] = []
@@ -495,16 +528,24 @@ class Rebuild:
         if [(x.shape, x.dtype) for x in values.values()] != step.saved:
             raise OptionError(f"{move.name} {OTHERWISE}: {REASONS}.")
         before = target.moved(result.detach(), -1)
-        self.halves[move.target] = Half(before.value.to(step.dtype), before.exact)
+        self.halves[move.target] = Half(
+            before.value.to(step.dtype), before.exact
+        )
         doubt = _difference(step.sample, _sample(result), _sample(target.value))
-        if before.exact is not None:  # where the same source gives the very same move
+        if (
+            before.exact is not None
+        ):  # where the same source gives the very same move
             doubt = torch.where(doubt == 0, doubt, torch.inf)
         self.doubts.append((move.name, doubt))
         self.values[k] = values
 
-    def _judge(self, doubts: list[tuple[str, Tensor]], *, final: bool = False) -> None:
+    def _judge(
+        self, doubts: list[tuple[str, Tensor]], *, final: bool = False
+    ) -> None:
         """Raise if a move, or the state, is far from that of the forward pass; at the end warn."""
-        finite = torch.stack([half.value.isfinite().all() for half in self.end]).all()
+        finite = torch.stack(
+            [half.value.isfinite().all() for half in self.end]
+        ).all()
         values = [doubt for _, doubt in doubts]
         finite, *values = torch.stack([finite.to(values[0]), *values]).tolist()
         if not finite:
@@ -518,10 +559,10 @@ class Rebuild:
         noticeable = torch.finfo(self.end[0].value.dtype).eps ** 0.5
         if name:
             noticeable = DIFFERENT
-            rounding = "rounding has grown, or " if self.end[0].exact is None else ""
-            reason = (
-                f"{name} {OTHERWISE}, but was off by {error:.2g}: {rounding}{REASONS}"
+            rounding = (
+                "rounding has grown, or " if self.end[0].exact is None else ""
             )
+            reason = f"{name} {OTHERWISE}, but was off by {error:.2g}: {rounding}{REASONS}"
         if error >= WORTHLESS:
             raise OptionError(
                 f"{reason}, so the gradients would be worthless; {ADVICE}."
@@ -537,7 +578,8 @@ def drift_of(y: Tensor, rebuilt: Tensor, end: Tensor) -> Tensor:
     Each sample is judged by its own size; a sample of zeros by its size at the end.
     """
     rows = [
-        x.reshape(1, -1) if x.ndim < 2 else x.flatten(1) for x in (rebuilt - y, y, end)
+        x.reshape(1, -1) if x.ndim < 2 else x.flatten(1)
+        for x in (rebuilt - y, y, end)
     ]
     error, size, last = (torch.linalg.vector_norm(x, dim=1) for x in rows)
     ratio = error / torch.where(size > 0, size, last)
@@ -559,10 +601,16 @@ def _drift(start: list[Half], halves: list[Half], end: list[Half]) -> Tensor:
 
 def _difference(before: Tensor, after: Tensor, target: Tensor) -> Tensor:
     """The relative difference of two results of a move, beyond the rounding of the state."""
-    error, size, state = map(torch.linalg.vector_norm, (after - before, before, target))
+    error, size, state = map(
+        torch.linalg.vector_norm, (after - before, before, target)
+    )
     rounding = 32 * torch.finfo(target.dtype).eps / WORTHLESS
     ratio = error / (size + rounding * state)
-    return torch.where(error == 0, 0.0, ratio).nan_to_num(torch.inf, torch.inf).float()
+    return (
+        torch.where(error == 0, 0.0, ratio)
+        .nan_to_num(torch.inf, torch.inf)
+        .float()
+    )
 
 
 def _sample(x: Tensor) -> Tensor:
@@ -571,7 +619,9 @@ def _sample(x: Tensor) -> Tensor:
     return x.detach().reshape(-1)[::stride].clone()
 
 
-def _pack(values: dict[int, Tensor], versions: list[int] | None, x: Tensor) -> int:
+def _pack(
+    values: dict[int, Tensor], versions: list[int] | None, x: Tensor
+) -> int:
     number = len(values)
     values[number] = x.detach()
     if versions is not None:
@@ -587,7 +637,9 @@ def _is_lazy(move: Move) -> bool:
     """True if a module draws its first weights in this call, which cannot be repeated."""
     if not isinstance(move.module, nn.Module):
         return False
-    return any(nn.parameter.is_lazy(weight) for weight in move.module.parameters())
+    return any(
+        nn.parameter.is_lazy(weight) for weight in move.module.parameters()
+    )
 
 
 def eagerly(function: Callable[..., Any], *args: Any) -> Any:

@@ -26,21 +26,36 @@ from hdnn.engine.settings import Settings, current
 from hdnn.errors import MissingExtraError, OptionError
 from hdnn.schemes import Force, Scheme
 
-ACTIVATIONS = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
+ACTIVATIONS = (
+    "tanh",
+    "relu",
+    "sigmoid",
+    "softplus",
+    "gelu",
+    "silu",
+    "sin",
+    "identity",
+)
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
-HALF = (torch.bfloat16, torch.float16)  # converted to float32 on the way in, and back
+HALF = (
+    torch.bfloat16,
+    torch.float16,
+)  # converted to float32 on the way in, and back
 PLAIN = (Tensor, nn.Parameter)
 EXTRAS = {
     "cpu": ("numba", "fast"),
     "cuda": ("triton", "gpu"),
 }  # what compiles, and its extra
 INSTALLED = {
-    name: importlib.util.find_spec(name) is not None for name, _ in EXTRAS.values()
+    name: importlib.util.find_spec(name) is not None
+    for name, _ in EXTRAS.values()
 }
-WIDEST = 192  # features of a state on the CPU; beyond, the plain loop is as fast
+WIDEST = (
+    192  # features of a state on the CPU; beyond, the plain loop is as fast
+)
 SHARE = 32  # stored states take at most this part of the memory: one in so many
 REMEMBERED = 1024
 
@@ -148,11 +163,15 @@ class Plan:
 
     def __init__(self, settings: Settings, call: Call) -> None:
         scheme, y, forces, h, sigma, inverse = call
-        self.definition = partial(schemes.run, scheme, sigma=sigma, inverse=inverse)
+        self.definition = partial(
+            schemes.run, scheme, sigma=sigma, inverse=inverse
+        )
         fused = is_fused(settings.engine, call)
         self.dtype = torch.float32 if fused and y.dtype in HALF else y.dtype
         half = self.dtype != y.dtype
-        self.convert = fused and (half or torch.is_autocast_enabled(y.device.type))
+        self.convert = fused and (
+            half or torch.is_autocast_enabled(y.device.type)
+        )
         self.h = (
             None
             if isinstance(h, Tensor)
@@ -170,7 +189,9 @@ class Plan:
         ):  # a later call may save it for its backward pass
             return torch.full((layers,), h, dtype=self.dtype, device=device)
 
-    def __call__(self, y: Tensor, forces: Sequence[Force], h: float | Tensor) -> Tensor:
+    def __call__(
+        self, y: Tensor, forces: Sequence[Force], h: float | Tensor
+    ) -> Tensor:
         tensors: list[Any] = [h if self.h is None else self.h]
         for force in forces:
             tensors += force
@@ -256,7 +277,10 @@ def unsupported_reason(call: Call) -> str | None:
     device = y.device.type
     if type(scheme) is not Scheme:
         return f"there is no kernel for {scheme.name}"
-    if sigma.name not in ACTIVATIONS or activations.get(sigma.name) is not sigma:
+    if (
+        sigma.name not in ACTIVATIONS
+        or activations.get(sigma.name) is not sigma
+    ):
         return f"there is no kernel for the activation {sigma.name!r}"
     if y.dtype not in DTYPES.get(device, ()):
         return f"there is no kernel for {y.dtype} on {device}"
@@ -264,7 +288,10 @@ def unsupported_reason(call: Call) -> str | None:
     tensors = [t for force in forces for t in force if t is not None]
     if any(type(t) not in PLAIN or t.device != y.device for t in (y, *tensors)):
         return "states and weights are not plain tensors on one device"
-    if any({force.output.shape[-1], force.K.shape[-1]} != {width} for force in forces):
+    if any(
+        {force.output.shape[-1], force.K.shape[-1]} != {width}
+        for force in forces
+    ):
         return "a force reads or moves another number of features"
     return None
 
@@ -305,7 +332,9 @@ def matmul_precision(settings: Settings, dtype: torch.dtype) -> str:
         return "bf16" if dtype == torch.bfloat16 else "tf32"
     try:
         setting = torch.get_float32_matmul_precision()
-    except RuntimeError:  # once `torch.backends.cuda.matmul.fp32_precision` was set
+    except (
+        RuntimeError
+    ):  # once `torch.backends.cuda.matmul.fp32_precision` was set
         matmul: Any = torch.backends.cuda.matmul
         setting = "high" if matmul.fp32_precision == "tf32" else "highest"
     return {"high": "tf32", "medium": "bf16"}.get(setting, "ieee")
@@ -332,7 +361,9 @@ def backprop_of(stack: Stack, fused: bool, backprop: str) -> str:
     if backprop != "auto" or not fused:
         return backprop
     size = kernels(stack).saved_size(stack) * stack.dtype.itemsize
-    return "checkpoint" if size > device_bytes(stack.device) / SHARE else "stored"
+    return (
+        "checkpoint" if size > device_bytes(stack.device) / SHARE else "stored"
+    )
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -343,7 +374,10 @@ def method(stack: Stack, fused: bool, settings: Settings) -> Stored:
     if fused and stack.device.type == "cpu":
         make = kernels(stack).Kernel
     elif fused:
-        how = {"precision": settings.precision, "deterministic": settings.deterministic}
+        how = {
+            "precision": settings.precision,
+            "deterministic": settings.deterministic,
+        }
         make = partial(kernels(stack).Kernel, **how)
     return METHODS[backprop](stack, make)
 
@@ -359,7 +393,9 @@ class StackFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, method: Stored, y: Tensor, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, method: Stored, y: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
         y_N, saved = method.forward(y, tensors)
         ctx.method = method
         ctx.save_for_backward(y, saved, *tensors)
@@ -399,7 +435,10 @@ def gradients(
 
         values = [t for t in tensors if t is not None]
         grads = iter(torch.func.vjp(function, y, *values)[1](g))
-        return [next(grads), *[next(grads) if here else None for here in present]]
+        return [
+            next(grads),
+            *[next(grads) if here else None for here in present],
+        ]
     y, saved, *tensors = [_readable(t, g.dtype) for t in (y, saved, *tensors)]
     return method.backward(y, saved, g.contiguous(), tuple(tensors))
 
@@ -420,7 +459,9 @@ def _traced(call: Call, engine: str | None, backprop: str | None) -> Tensor:
     if torch.compiler.is_exporting() or not is_fused(engine or "auto", call):
         return schemes.run(scheme, y, forces, h, sigma, inverse=inverse)
     dtype = torch.float32 if y.dtype in HALF else y.dtype
-    outputs = "learned" if isinstance(h, Tensor) and h.requires_grad else "fixed"
+    outputs = (
+        "learned" if isinstance(h, Tensor) and h.requires_grad else "fixed"
+    )
     weights = []
     for force in forces:
         weights += [t.to(dtype).contiguous() for t in force if t is not None]
@@ -429,10 +470,21 @@ def _traced(call: Call, engine: str | None, backprop: str | None) -> Tensor:
     for half, fraction in scheme.moves:
         moves += [float(half), fraction]
     with torch.autocast(y.device.type, enabled=False):
-        steps = h.to(dtype) if isinstance(h, Tensor) else y.new_full((), h, dtype=dtype)
+        steps = (
+            h.to(dtype)
+            if isinstance(h, Tensor)
+            else y.new_full((), h, dtype=dtype)
+        )
         steps = steps.expand(len(forces[0].K)).contiguous()
         flat = y.reshape(-1, y.shape[-1]).to(dtype).contiguous()
-        how = (moves, scheme.halves, inverse, sigma.name, outputs, backprop or "auto")
+        how = (
+            moves,
+            scheme.halves,
+            inverse,
+            sigma.name,
+            outputs,
+            backprop or "auto",
+        )
         y_N = stack_operator(flat, steps, weights, *how)[0]
         return y_N.reshape(y.shape).to(y.dtype)
 
@@ -454,10 +506,17 @@ def _described(
     tensors: list[Tensor | None] = [h]
     rows = []
     for kind in kinds:
-        tensors += [next(rest), next(rest), None if kind == "same" else next(rest)]
+        tensors += [
+            next(rest),
+            next(rest),
+            None if kind == "same" else next(rest),
+        ]
         rows.append(tensors[-2].shape[1])  # pyright: ignore[reportOptionalMemberAccess]
     pairs = tuple(
-        [(int(half), part) for half, part in zip(moves[::2], moves[1::2], strict=True)]
+        [
+            (int(half), part)
+            for half, part in zip(moves[::2], moves[1::2], strict=True)
+        ]
     )
     stack = Stack(
         scheme=Scheme("compiled", 0, pairs, halves),
@@ -473,7 +532,11 @@ def _described(
         learned=learned == "learned",
     )
     precision = matmul_precision(Settings(), y.dtype)
-    return stack, tuple(tensors), Settings(backprop=backprop, precision=precision)
+    return (
+        stack,
+        tuple(tensors),
+        Settings(backprop=backprop, precision=precision),
+    )
 
 
 @torch.library.custom_op("hdnn::stack", mutates_args=())
@@ -534,13 +597,23 @@ def _needed(grads: Sequence[Any], stack: Stack) -> list[Any]:
     """The gradients, or None for tensors that need none."""
     y, *others = grads
     places = stack.places
-    return [y, *[g if place else None for g, place in zip(others, places, strict=True)]]
+    return [
+        y,
+        *[
+            g if place else None
+            for g, place in zip(others, places, strict=True)
+        ],
+    ]
 
 
 @backward_operator.register_fake
 def _(g, y, saved, h, weights, *how):
     stack, tensors, _ = _described(y, h, weights, *how)
-    return [torch.empty_like(t) for t in _needed((y, *tensors), stack) if t is not None]
+    return [
+        torch.empty_like(t)
+        for t in _needed((y, *tensors), stack)
+        if t is not None
+    ]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -74,7 +74,9 @@ def use(**options: Any) -> Iterator[Settings]:
         True
     """
     for name in options:
-        choose("engine option", name, [field.name for field in fields(Settings)])
+        choose(
+            "engine option", name, [field.name for field in fields(Settings)]
+        )
     token = _current.set(replace(_current.get(), **options))
     try:
         yield _current.get()

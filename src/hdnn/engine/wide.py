@@ -97,7 +97,12 @@ class Kernel:
         self.parts = 2 if stack.scheme.halves else 1
         self.factor = torch.bfloat16 if precision == "bf16" else stack.dtype
         fast = precision in ("tf32", "bf16") and not interpreted()
-        self.how = {"ACT": stack.sigma.name, "FAST": fast, "BB": ROWS, "BR": COLUMNS}
+        self.how = {
+            "ACT": stack.sigma.name,
+            "FAST": fast,
+            "BB": ROWS,
+            "BR": COLUMNS,
+        }
         self.replay = Replay()
 
     def forward(
@@ -118,13 +123,23 @@ class Kernel:
                 a = self._view(inner[s if keep else 0], half)
                 value = self._view(z, half)
                 self._product(now[half], K[j].mT, a)
-                self._pointwise(value_kernel, half, a, b[j], value, h[j:], fraction)
+                self._pointwise(
+                    value_kernel, half, a, b[j], value, h[j:], fraction
+                )
                 to = self._moved(half)
                 place = states[self.parts + s] if keep else now[to]
                 now[to] = self._add(now[to], value, V[j], place)
             torch.cat(now, -1, out=out)
 
-        used = [y, out, z, states, inner, h, *[t for force in weights for t in force]]
+        used = [
+            y,
+            out,
+            z,
+            states,
+            inner,
+            h,
+            *[t for force in weights for t in force],
+        ]
         self._run("forward" if keep else "last", launch, used)
         return out, saved
 
@@ -154,7 +169,9 @@ class Kernel:
                 K, _, V = weights[half]
                 dK, db, dV = grads[3 * half + 1 : 3 * half + 4]
                 t, slope, value = (self._view(each, half) for each in (w, u, z))
-                total = sums.view(-1)[: tiles * stack.rows[half]].view(tiles, -1)
+                total = sums.view(-1)[: tiles * stack.rows[half]].view(
+                    tiles, -1
+                )
                 g_target = gs[self._moved(half)]
                 self._product(g_target, V[j].mT, t)
                 args = (
@@ -181,7 +198,9 @@ class Kernel:
             torch.cat(gs, -1, out=out)
 
         used = [g, out, buffer, saved, now, w, u, z, sums, dots, h]
-        self._run("backward", launch, used + [t for force in weights for t in force])
+        self._run(
+            "backward", launch, used + [t for force in weights for t in force]
+        )
         return [out, *grads]
 
     # Parts of a pass
@@ -205,7 +224,9 @@ class Kernel:
         if saved is None:
             return y.new_empty(self.parts, B, m), y.new_empty(1, B * R)
         size = (stack.steps + self.parts) * B * m
-        return saved[:size].view(-1, B, m), saved[size:].view(stack.steps, B * R)
+        return saved[:size].view(-1, B, m), saved[size:].view(
+            stack.steps, B * R
+        )
 
     def _new(self, y: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         return y.new_empty(
@@ -228,7 +249,10 @@ class Kernel:
 
     def _begin(self, y: Tensor, states: Tensor) -> list[Tensor]:
         """The parts of y, each in its place."""
-        return [states[i].copy_(part) for i, part in enumerate(y.chunk(self.parts, -1))]
+        return [
+            states[i].copy_(part)
+            for i, part in enumerate(y.chunk(self.parts, -1))
+        ]
 
     def _product(self, x: Tensor, W: Tensor, out: Tensor) -> None:
         """Out = x W."""
@@ -248,7 +272,9 @@ class Kernel:
         grid = (-(-B // ROWS), -(-r // COLUMNS))
         kernel[grid](*args, B, r, **self.how, num_warps=4)
 
-    def _run(self, name: str, launch: Callable[[], None], used: list[Tensor]) -> None:
+    def _run(
+        self, name: str, launch: Callable[[], None], used: list[Tensor]
+    ) -> None:
         if self.stack.device.type != "cuda":
             launch()
             return
@@ -324,7 +350,9 @@ def multiplying(precision: str) -> Iterator[None]:
             before = torch.get_float32_matmul_precision()
             after = "high" if rounding else "highest"
             change = torch.set_float32_matmul_precision
-        except RuntimeError:  # `fp32_precision` was set, and rules out the older switch
+        except (
+            RuntimeError
+        ):  # `fp32_precision` was set, and rules out the older switch
             before = matmul.fp32_precision
             after = "tf32" if rounding else "ieee"
             change = partial(setattr, matmul, "fp32_precision")

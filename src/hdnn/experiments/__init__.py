@@ -22,5 +22,9 @@ def main(name: str, argv: list[str]) -> int:
     from hdnn.experiments import exploding, images, planar, runner
 
     choose("experiment", name, NAMES)
-    experiments = {**planar.EXPERIMENTS, **images.EXPERIMENTS, **exploding.EXPERIMENTS}
+    experiments = {
+        **planar.EXPERIMENTS,
+        **images.EXPERIMENTS,
+        **exploding.EXPERIMENTS,
+    }
     return runner.run(name, experiments[name], argv)

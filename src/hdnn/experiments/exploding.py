@@ -45,7 +45,9 @@ def linear(name: str, y: Tensor, eps: float = 1.0) -> dict[str, Any]:
 
 
 def figure(options: Any) -> dict[str, Any]:
-    starts = {name: torch.tensor(y, dtype=torch.float64) for name, y in STARTS.items()}
+    starts = {
+        name: torch.tensor(y, dtype=torch.float64) for name, y in STARTS.items()
+    }
     generator = torch.Generator().manual_seed(options.seed)
     drawn = torch.randn(2, generator=generator, dtype=torch.float64)
     starts[f"random ({drawn[0]:.2f}, {drawn[1]:.2f})"] = drawn
@@ -55,9 +57,13 @@ def figure(options: Any) -> dict[str, Any]:
     perturbed = {}
     for gamma in GAMMAS:
         t = torch.arange(0, SPAN / gamma, 0.5, dtype=torch.float64)
-        perturbed[gamma] = t, counterexample.finite_growth(first, t, gamma)[:, 0]
+        perturbed[gamma] = (
+            t,
+            counterexample.finite_growth(first, t, gamma)[:, 0],
+        )
     layers = {
-        load: counterexample.layer_growth(H, math.sqrt(load / H)) for load in LOADS
+        load: counterexample.layer_growth(H, math.sqrt(load / H))
+        for load in LOADS
     }
     curves = [row.pop("curve") for row in rows]
     picture = draw(starts, curves[0], rows[0]["exact slope"], perturbed, layers)
@@ -72,7 +78,9 @@ def figure(options: Any) -> dict[str, Any]:
         finite.append([gamma, float(sizes.max()), diameter / gamma])
     return {
         "seed": options.seed,
-        "picture": runner.save_figure(picture, options.out / f"{options.name}.png"),
+        "picture": runner.save_figure(
+            picture, options.out / f"{options.name}.png"
+        ),
         "linear": rows,
         "finite": finite,
         "exponential": growth,
@@ -94,7 +102,9 @@ def draw(
     names = []
     for name, y in starts.items():
         period = float(counterexample.period(y))
-        states.append(counterexample.example(period).trajectory(y, turn * period))
+        states.append(
+            counterexample.example(period).trajectory(y, turn * period)
+        )
         names.append(f"{name}: period {period:.3f}")
     energy = counterexample.energy
     phase_portrait(torch.stack(states, 1), orbits, names=names, energy=energy)
@@ -103,7 +113,11 @@ def draw(
     t, sizes = growth
     line.plot(t, sizes, color=STYLES[0]["color"], label="norm")
     line.plot(
-        t, slope * t, color=STYLES[1]["color"], linestyle="--", label=f"{slope:.3f} $t$"
+        t,
+        slope * t,
+        color=STYLES[1]["color"],
+        linestyle="--",
+        label=f"{slope:.3f} $t$",
     )
     level_one(line)
     finish(
@@ -115,9 +129,13 @@ def draw(
         title="Gradients grow linearly in $t$",
     )
 
-    for style, (gamma, (t, sizes)) in zip(STYLES, perturbed.items(), strict=False):
+    for style, (gamma, (t, sizes)) in zip(
+        STYLES, perturbed.items(), strict=False
+    ):
         colour = style["color"]
-        finite.plot(t[1:], sizes[1:], color=colour, label=rf"$\gamma$ = {gamma:g}")
+        finite.plot(
+            t[1:], sizes[1:], color=colour, label=rf"$\gamma$ = {gamma:g}"
+        )
     finish(
         finite,
         3,
@@ -128,7 +146,9 @@ def draw(
     )
 
     for style, (load, values) in zip(STYLES, layers.items(), strict=False):
-        stacks.plot(values.sizes, color=style["color"], label=f"$h k^2$ = {load:g}")
+        stacks.plot(
+            values.sizes, color=style["color"], label=f"$h k^2$ = {load:g}"
+        )
     level_one(stacks)
     title = "H2 with one weight $k$, at the origin"
     finish(stacks, 3, yscale="log", xlabel="layers $N - j$", title=title)
@@ -146,7 +166,12 @@ def page(result: dict[str, Any]) -> str:
             f"{row['period']:.10f}",
         ]
         linear_rows.append(
-            [*start, f"{off:.1e}", f"{row['slope']:.4f}", f"{row['exact slope']:.4f}"]
+            [
+                *start,
+                f"{off:.1e}",
+                f"{row['slope']:.4f}",
+                f"{row['exact slope']:.4f}",
+            ]
         )
     finite_rows = [[f"{value:g}" for value in row] for row in result["finite"]]
     growth_rows = []
@@ -156,7 +181,15 @@ def page(result: dict[str, Any]) -> str:
         growth_rows.append(
             [f"{row['h k^2']:g}", *rates, f"{row['largest']:.4g}", bound]
         )
-    linear_head = ["start", "eps", "H", "period", "off by", "slope", "closed form"]
+    linear_head = [
+        "start",
+        "eps",
+        "H",
+        "period",
+        "off by",
+        "slope",
+        "closed form",
+    ]
     finite_head = ["gamma", "largest", "D / gamma"]
     growth_head = ["h k^2", "rate", "closed form", "largest norm", "bound"]
     lines = [
@@ -188,6 +221,9 @@ def page(result: dict[str, Any]) -> str:
 
 EXPERIMENTS = {
     "fig-exploding": Experiment(
-        "The two-dimensional example of growing gradients.", {"seed": 0}, figure, page
+        "The two-dimensional example of growing gradients.",
+        {"seed": 0},
+        figure,
+        page,
     ),
 }

@@ -30,15 +30,21 @@ from hdnn.training import ImageRecipe, fit_images, recipes
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run_images(jobs: list[Job], data: ImageData, options: Any) -> list[tuple[Job, Job]]:
+def run_images(
+    jobs: list[Job], data: ImageData, options: Any
+) -> list[tuple[Job, Job]]:
     """All jobs with their results; it stops when the minutes are over, to be continued later."""
     end = time.monotonic() + 60 * options.minutes
 
     def work(job: Job) -> Job:
-        key = hashlib.sha256(repr(sorted(job.items())).encode()).hexdigest()[:16]
+        key = hashlib.sha256(repr(sorted(job.items())).encode()).hexdigest()[
+            :16
+        ]
         folder = options.runs / "unfinished" / key
         model = network_of(job).to(options.device)
-        rates = tuple((epoch, factor) for epoch, factor in job["recipe"]["rates"])
+        rates = tuple(
+            (epoch, factor) for epoch, factor in job["recipe"]["rates"]
+        )
         recipe = ImageRecipe(**{**job["recipe"], "rates": rates})
         left = end - time.monotonic()
         history = fit_images(
@@ -53,7 +59,9 @@ def run_images(jobs: list[Job], data: ImageData, options: Any) -> list[tuple[Job
         return {
             "train": 100 * history.accuracy[-1],
             "test": 100 * history.validation_score[-1],
-            "curve": [round(100 * score, 2) for score in history.validation_score],
+            "curve": [
+                round(100 * score, 2) for score in history.validation_score
+            ],
             "parameters": sum(p.numel() for p in model.parameters()),
             "epoch_seconds": round(history.seconds / recipe.epochs, 3),
             "device": runner.machine(options.device),
@@ -65,7 +73,9 @@ def run_images(jobs: list[Job], data: ImageData, options: Any) -> list[tuple[Job
 def job_of(
     data: str, network: str, seed: int, epochs: int, by: str, **settings: Any
 ) -> Job:
-    recipe = recipes.image_recipe(data, network, epochs=epochs, seed=seed, by=by)
+    recipe = recipes.image_recipe(
+        data, network, epochs=epochs, seed=seed, by=by
+    )
     settings = {
         **recipes.image_settings(data, network, epochs=epochs, by=by),
         **settings,
@@ -201,17 +211,27 @@ def table_four(options: Any) -> dict[str, Any]:
             continue  # the others have no drop either
         seeds = range(options.seeds)
         jobs += [
-            job_of("cifar10", network, seed, options.epochs, "ours") for seed in seeds
+            job_of("cifar10", network, seed, options.epochs, "ours")
+            for seed in seeds
         ]
     data = load_cifar10().to(options.device)
     results = run_images(jobs, data, options)
     rows = []
     for (network,), group in runner.grouped(results, "network").items():
-        row = {"network": network, "paper": TABLE_IV.get(network), **row_of(group)}
+        row = {
+            "network": network,
+            "paper": TABLE_IV.get(network),
+            **row_of(group),
+        }
         rows.append(row)
     file = f"{options.name}-{options.epochs}"
     picture = runner.save_figure(draw_curves(rows), options.out / f"{file}.png")
-    about = {"file": file, "data": data.name, "remark": data.remark, "picture": picture}
+    about = {
+        "file": file,
+        "data": data.name,
+        "remark": data.remark,
+        "picture": picture,
+    }
     return {**about, "rows": rows}
 
 
@@ -225,11 +245,16 @@ def draw_curves(rows: list[dict[str, Any]]) -> Any:
         mean = curves.mean(0).tolist()
         line = {"color": style["color"], "linestyle": style["linestyle"]}
         ax.plot(
-            epochs, mean, **line, label=f"{TITLES[row['network']]}: {mean[-1]:.2f}%"
+            epochs,
+            mean,
+            **line,
+            label=f"{TITLES[row['network']]}: {mean[-1]:.2f}%",
         )
         low = curves.amin(0).tolist()
         high = curves.amax(0).tolist()
-        ax.fill_between(epochs, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        ax.fill_between(
+            epochs, low, high, color=style["color"], alpha=0.2, linewidth=0
+        )
     ax.grid(alpha=0.3)
     finish(ax, 2, xlabel="epoch", ylabel="accuracy in %", ylim=(60, 100))
     return figure
@@ -241,7 +266,9 @@ def page_four(result: dict[str, Any]) -> str:
     rows = []
     for row in result["rows"]:
         test = row["test"]
-        text = f"{runner.spread(test)} ({test['worst']:.2f} to {test['best']:.2f})"
+        text = (
+            f"{runner.spread(test)} ({test['worst']:.2f} to {test['best']:.2f})"
+        )
         lead = ""
         if resnets and row["network"] in ("h1", "h2"):
             lead = f"{test['mean'] - max(resnets):+.2f}"
@@ -293,7 +320,9 @@ def stages(model: Any) -> list[list[Any]]:
 
 
 @torch.no_grad()
-def entering(model: nn.Module, submodules: list[nn.Module], x: Tensor) -> list[Tensor]:
+def entering(
+    model: nn.Module, submodules: list[nn.Module], x: Tensor
+) -> list[Tensor]:
     """The states that enter each of these submodules when a model runs."""
     states: list[Tensor] = []
     hooks = []
@@ -315,7 +344,9 @@ def figure_cifar(options: Any) -> dict[str, Any]:
     )
     rows = []
     for name in ("h1", "h2", "resnet56"):
-        weights, about = io.load_tensors(Path(options.weights) / f"{name}.safetensors")
+        weights, about = io.load_tensors(
+            Path(options.weights) / f"{name}.safetensors"
+        )
         model = network_of(about["job"])
         model.load_state_dict(weights)
         model.to(x).eval()
@@ -327,8 +358,14 @@ def figure_cifar(options: Any) -> dict[str, Any]:
                 extremes = chain_extremes(run, y, steps=options.steps)
             else:
                 extremes = unit_extremes(unit, y, steps=options.steps)
-            row = {"network": name, "stage": number, "layers": len(extremes.layers)}
-            row |= {"promised": unit is not None and bool(unit.guarantee().holds)}
+            row = {
+                "network": name,
+                "stage": number,
+                "layers": len(extremes.layers),
+            }
+            row |= {
+                "promised": unit is not None and bool(unit.guarantee().holds)
+            }
             row |= {
                 "largest": extremes.largest.tolist(),
                 "smallest": extremes.smallest.tolist(),
@@ -376,7 +413,12 @@ def page_cifar(result: dict[str, Any]) -> str:
         promise = "yes" if row["promised"] else "no"
         name = [TITLES[row["network"]], row["stage"], row["layers"], promise]
         rows.append(
-            [*name, f"{largest:.4g}", f"{smallest:.4g}", f"{100 * row['missed']:.1f}%"]
+            [
+                *name,
+                f"{largest:.4g}",
+                f"{smallest:.4g}",
+                f"{100 * row['missed']:.1f}%",
+            ]
         )
     head = ["network", "stage", "N", "norm >= 1 promised", "norm, least over j"]
     head += ["smallest value", "within"]
@@ -414,7 +456,12 @@ EXPERIMENTS = {
     ),
     "fig-cifar": Experiment(
         "Extreme singular values of dy_N/dy_j in the trained networks of the CIFAR-10 table.",
-        {"weights": "runs/table-cifar", "images": 2, "steps": 32, "device": DEVICE},
+        {
+            "weights": "runs/table-cifar",
+            "images": 2,
+            "steps": 32,
+            "device": DEVICE,
+        },
         figure_cifar,
         page_cifar,
     ),

@@ -54,7 +54,9 @@ def train(job: Job, x: Tensor, t: Tensor) -> hdnn.Model:
         seed = job["seed"] + 1_000_000 * start
         model = network(job, seed)
         try:
-            fit(model, near, labels, seed=seed, progress=False, **job["options"])
+            fit(
+                model, near, labels, seed=seed, progress=False, **job["options"]
+            )
         except ConvergenceError:  # an implicit layer without a solution
             if best is None and start == job["starts"] - 1:
                 raise
@@ -88,11 +90,16 @@ def measure(job: Job) -> Job:
 def cells(results: list[tuple[Job, Job]], *keys: str) -> list[dict[str, Any]]:
     """A row for all seeds of a cell, with the paper's figure."""
     rows = []
-    papers = {tuple(job[key] for key in keys): job["paper"] for job, _ in results}
+    papers = {
+        tuple(job[key] for key in keys): job["paper"] for job, _ in results
+    }
     for cell, values in runner.grouped(results, *keys).items():
         ended = [value["accuracy"] for value in values if "accuracy" in value]
         row = {**dict(zip(keys, cell, strict=True)), "paper": papers[cell]}
-        row |= {"failed": len(values) - len(ended), **runner.summary(ended or [0.0])}
+        row |= {
+            "failed": len(values) - len(ended),
+            **runner.summary(ended or [0.0]),
+        }
         rows.append(row)
     return rows
 
@@ -134,7 +141,10 @@ MOVED: dict[str, dict[str, Any]] = {
 }
 # The paper gives no T: for its recipe, the one that did best on points that were held out.
 TRIED = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.2, 1.8, 2.4, 3.6, 4.8, 7.2, 10.8)
-ROUNDS = ((13, range(1000, 1004)), (4, range(1004, 1012)))  # how many T, on which seeds
+ROUNDS = (
+    (13, range(1000, 1004)),
+    (4, range(1004, 1012)),
+)  # how many T, on which seeds
 
 
 def network(job: Job, seed: int) -> hdnn.Model:
@@ -142,11 +152,16 @@ def network(job: Job, seed: int) -> hdnn.Model:
     if "variant" in job:
         return ring_network(job["variant"], job["layers"], seed)
     generator = torch.Generator().manual_seed(seed)
-    common: dict[str, Any] = {"init": job.get("init", "paper"), "generator": generator}
+    common: dict[str, Any] = {
+        "init": job.get("init", "paper"),
+        "generator": generator,
+    }
     if job["network"] != "MLP":
         common["T"] = job["T"]
     net = getattr(hdnn.networks, job["network"])(4, job["layers"], **common)
-    return hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator))
+    return hdnn.Model(
+        hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator)
+    )
 
 
 def job_one(
@@ -175,7 +190,11 @@ def job_one(
 
 
 def places() -> list[tuple[str, str, int]]:
-    return [(network, data, layers) for data, layers in TABLE_I for network in NETWORKS]
+    return [
+        (network, data, layers)
+        for data, layers in TABLE_I
+        for network in NETWORKS
+    ]
 
 
 def ranked(scores: dict[float, list[float]]) -> list[float]:
@@ -219,8 +238,13 @@ def table_one(options: Any) -> dict[str, Any]:
         T = choose_T(options) if recipe == "paper" else {}
         jobs = []
         for cell in places():
-            jobs += [job_one(*cell, seed, T.get(cell)) for seed in range(options.seeds)]
-        results = runner.run_jobs(jobs, measure, options.runs, options.processes)
+            jobs += [
+                job_one(*cell, seed, T.get(cell))
+                for seed in range(options.seeds)
+            ]
+        results = runner.run_jobs(
+            jobs, measure, options.runs, options.processes
+        )
         recipes[recipe] = cells(results, "network", "data", "layers", "T")
     return {"seeds": options.seeds, "recipes": recipes}
 
@@ -276,9 +300,7 @@ VARIANTS = {
     "masked, full K": "general layer on the ring, 112 parameters a layer",
     "centralised, full K": "general layer, 272 parameters a layer",
 }
-BETWEEN = (
-    0.2  # factor of the blocks of a full K through which one row sees both p and q
-)
+BETWEEN = 0.2  # factor of the blocks of a full K through which one row sees both p and q
 
 
 def ring(steps: int = 1) -> Tensor:
@@ -295,18 +317,26 @@ def ring_network(variant: str, layers: int, seed: int) -> hdnn.Model:
     if variant.startswith(
         "masked"
     ):  # a masked layer uses links within two steps in all
-        options["sparsity"] = hdnn.Sparsity(ring(), S=None if full else ring(steps=2))
-    net: Any = (hdnn.ImplicitH2 if full else hdnn.H2)(2 * NODES, layers, **options)
+        options["sparsity"] = hdnn.Sparsity(
+            ring(), S=None if full else ring(steps=2)
+        )
+    net: Any = (hdnn.ImplicitH2 if full else hdnn.H2)(
+        2 * NODES, layers, **options
+    )
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter *= 2  # K from N(0, 4/n), which leaves sigma room on both sides
+            parameter *= (
+                2  # K from N(0, 4/n), which leaves sigma room on both sides
+            )
         if full:  # start close to H2, whose K has no such blocks
             K = net.weight("K").clone()
             K[:, :NODES, NODES:] *= BETWEEN
             K[:, NODES:, :NODES] *= BETWEEN
             net.assign("K", K)
     augment = hdnn.Augment(2, 2 * NODES, placement=[0, NODES + 4])
-    return hdnn.Model(augment, net, hdnn.SigmoidHead(2 * NODES, generator=generator))
+    return hdnn.Model(
+        augment, net, hdnn.SigmoidHead(2 * NODES, generator=generator)
+    )
 
 
 def job_two(variant: str, data: str, layers: int, seed: int) -> Job:
@@ -329,17 +359,24 @@ def table_two(options: Any) -> dict[str, Any]:
     for data, layers in TABLE_II:
         for variant in options.variants:
             jobs += [
-                job_two(variant, data, layers, seed) for seed in range(options.seeds)
+                job_two(variant, data, layers, seed)
+                for seed in range(options.seeds)
             ]
     results = runner.run_jobs(jobs, measure, options.runs, options.processes)
-    return {"seeds": options.seeds, "rows": cells(results, "variant", "data", "layers")}
+    return {
+        "seeds": options.seeds,
+        "rows": cells(results, "variant", "data", "layers"),
+    }
 
 
 def page_two(result: dict[str, Any]) -> str:
     rows = result["rows"]
     variants = dict.fromkeys(row["variant"] for row in rows)
     page = ["# Table II: distributed and centralised", ""]
-    page += [f"`{result['command']}`, {result['seeds']} seeds.", runner.counted(rows)]
+    page += [
+        f"`{result['command']}`, {result['seeds']} seeds.",
+        runner.counted(rows),
+    ]
     page += [ABOUT.format("", "mean"), ""]
     page += [*(f"- {name}: {VARIANTS[name]}" for name in variants), ""]
     return "\n".join([*page, *runner.grid(rows, "variant")]) + "\n"
@@ -399,8 +436,16 @@ def watch(kind: str, layers: int, change: Job, options: Any) -> tuple[Any, Job]:
     """A training with its gradients watched, and its result."""
     data = planar.double_moons(seed=options.seed)
     model = network({"network": kind, "layers": layers, "T": 0.8}, options.seed)
-    monitor = GradientMonitor(x=data.x_test, every=options.every, samples=SAMPLES)
-    recipe = {**PAPER, "epochs": 30, "seed": options.seed, "progress": False, **change}
+    monitor = GradientMonitor(
+        x=data.x_test, every=options.every, samples=SAMPLES
+    )
+    recipe = {
+        **PAPER,
+        "epochs": 30,
+        "seed": options.seed,
+        "progress": False,
+        **change,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", GradientWarning
@@ -419,7 +464,9 @@ def figure_gradients(options: Any) -> dict[str, Any]:
     results = {}
     figure = new_figure(5.4 * len(WATCHED), 3.9)
     panels = figure.subplots(1, len(WATCHED))
-    for ax, (name, (kind, layers, change)) in zip(panels, WATCHED.items(), strict=True):
+    for ax, (name, (kind, layers, change)) in zip(
+        panels, WATCHED.items(), strict=True
+    ):
         monitor, results[name] = watch(kind, layers, change, options)
         gradient_surface(monitor, ax)
         ax.set_title(f"{name}: {results[name]['accuracy']:.1f}% right")
@@ -433,12 +480,21 @@ def figure_gradients(options: Any) -> dict[str, Any]:
 
 
 def page_gradients(result: dict[str, Any]) -> str:
-    head = ["", "test accuracy", "smallest", "largest", "smallest of the batch mean"]
+    head = [
+        "",
+        "test accuracy",
+        "smallest",
+        "largest",
+        "smallest of the batch mean",
+    ]
     rows = []
     for name, values in result["networks"].items():
-        norms = [values[key] for key in ("smallest", "largest", "smallest_of_mean")]
+        norms = [
+            values[key] for key in ("smallest", "largest", "smallest_of_mean")
+        ]
         texts = [
-            f"{norm:.15g}" if abs(norm - 1) < 1e-3 else f"{norm:.4g}" for norm in norms
+            f"{norm:.15g}" if abs(norm - 1) < 1e-3 else f"{norm:.4g}"
+            for norm in norms
         ]
         rows.append([name, f"{values['accuracy']:.2f}%", *texts])
     page = [

@@ -65,7 +65,9 @@ def _parse(name: str, experiment: Experiment, argv: list[str]) -> Any:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/reproduced"))
     parser.add_argument("--runs", type=Path, default=Path("runs") / name)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     for option, default in experiment.defaults.items():
         if isinstance(default, list):
@@ -73,7 +75,9 @@ def _parse(name: str, experiment: Experiment, argv: list[str]) -> Any:
                 f"--{option}", nargs="+", choices=default, default=default
             )
         else:
-            parser.add_argument(f"--{option}", type=type(default), default=default)
+            parser.add_argument(
+                f"--{option}", type=type(default), default=default
+            )
     options = parser.parse_args(argv)
     options.name = name
     return options
@@ -86,7 +90,10 @@ def _command(name: str, experiment: Experiment, options: Any) -> str:
         value = getattr(options, option)
         if value != default:
             values = value if isinstance(value, list) else [value]
-            words += [f"--{option}", *(shlex.quote(str(each)) for each in values)]
+            words += [
+                f"--{option}",
+                *(shlex.quote(str(each)) for each in values),
+            ]
     return " ".join(["hdnn", "reproduce", name, *words])
 
 
@@ -94,7 +101,10 @@ def _command(name: str, experiment: Experiment, options: Any) -> str:
 
 
 def run_jobs(
-    jobs: list[Job], work: Callable[[Job], Job], folder: Path, processes: int = 1
+    jobs: list[Job],
+    work: Callable[[Job], Job],
+    folder: Path,
+    processes: int = 1,
 ) -> list[tuple[Job, Job]]:
     """All jobs with their results, in their order; those that the folder holds are not run again.
 
@@ -108,7 +118,9 @@ def run_jobs(
         path.open("a", encoding="utf-8") as file,
         Progress("training", len(missing)) as line,
     ):
-        for done, (job, result) in enumerate(_each(missing, work, processes), 1):
+        for done, (job, result) in enumerate(
+            _each(missing, work, processes), 1
+        ):
             results[_key(job)] = result
             file.write(json.dumps({"job": job, "result": result}) + "\n")
             file.flush()
@@ -138,7 +150,9 @@ def _key(job: Job) -> str:
 
 def _read(path: Path) -> dict[str, Job]:
     results: dict[str, Job] = {}
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = (
+        path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    )
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
@@ -149,7 +163,9 @@ def _read(path: Path) -> dict[str, Job]:
                     f"{path}, line {number}, is damaged; remove it."
                 ) from error
             # a run that was killed while it wrote
-            io.write_atomically(path, "".join(f"{good}\n" for good in lines[:-1]))
+            io.write_atomically(
+                path, "".join(f"{good}\n" for good in lines[:-1])
+            )
     return results
 
 
@@ -196,14 +212,18 @@ def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
     rounded = 0
     for row in rows:
         strictly += reached(row[what], row["paper"])
-        rounded += reached(row[what], ROUNDED if row["paper"] == 100 else row["paper"])
+        rounded += reached(
+            row[what], ROUNDED if row["paper"] == 100 else row["paper"]
+        )
     return (
         f"{strictly} of {len(rows)} cells have their {what} at or above the paper's figure; "
         f"within rounding, {ROUNDED} being 100, it is {rounded}."
     )
 
 
-def grid(rows: Sequence[dict[str, Any]], column: str, what: str = "mean") -> list[str]:
+def grid(
+    rows: Sequence[dict[str, Any]], column: str, what: str = "mean"
+) -> list[str]:
     """A table of cells beside the paper's figures: a line for each data set and depth."""
     columns = list(dict.fromkeys(row[column] for row in rows))
     lines: dict[str, list[str]] = {}
@@ -220,7 +240,9 @@ def grid(rows: Sequence[dict[str, Any]], column: str, what: str = "mean") -> lis
     return markdown_table(["", *columns], lines.values())
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+def markdown_table(
+    head: Sequence[str], rows: Iterable[Sequence[Any]]
+) -> list[str]:
     """The lines of a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(map(str, line)) + " |" for line in lines]

@@ -22,7 +22,9 @@ BY_NAME: dict[str, Callable[..., Network]] = {
     "verlet": partial(HamiltonianNet, integrator="verlet"),
     "yoshida4": partial(HamiltonianNet, integrator="yoshida4"),
     "midpoint": partial(HamiltonianNet, integrator="midpoint"),
-    "discrete_gradient": partial(HamiltonianNet, integrator="discrete_gradient"),
+    "discrete_gradient": partial(
+        HamiltonianNet, integrator="discrete_gradient"
+    ),
 }
 
 __all__ = [

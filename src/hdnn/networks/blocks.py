@@ -20,12 +20,8 @@ from hdnn.engine.rebuild import Half, Move
 from hdnn.errors import OptionError, ShapeError, choose, positive_float
 from hdnn.networks.network import Guarantee
 
-VOLUME = (
-    "each layer is made of shears, det = 1, so the product of all singular values is 1"
-)
-GRADIENTS = (
-    "each layer is made of shears by gradients of energies: it is symplectic, det = 1"
-)
+VOLUME = "each layer is made of shears, det = 1, so the product of all singular values is 1"
+GRADIENTS = "each layer is made of shears by gradients of energies: it is symplectic, det = 1"
 SCOPE = (
     "at any depth, for any modules and any weights; it is about the whole matrix dy_N/dy_j, not "
     "about one pair of tokens, pixels or nodes"
@@ -61,7 +57,9 @@ class Layers(nn.Module):
             **options: go to all modules.
         """
         backprop = "stored" if self.backprop == "auto" else self.backprop
-        halves = rebuild.run(self._halves(y), self.moves(), args, options, backprop)
+        halves = rebuild.run(
+            self._halves(y), self.moves(), args, options, backprop
+        )
         return self._joined(y, halves)
 
     def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -78,7 +76,9 @@ class Layers(nn.Module):
 
     def _halves(self, y: Tensor) -> list[Half]:
         name = type(self).__name__
-        if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()):
+        if not isinstance(y, Tensor) or not (
+            y.is_floating_point() or y.is_complex()
+        ):
             kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
             raise ShapeError(
                 f"{name} takes a state of floating-point numbers, but got {kind}."
@@ -110,7 +110,8 @@ class Layers(nn.Module):
     def symplectic(self) -> bool:
         """True if all modules are gradients of energies."""
         return all(
-            isinstance(field, GradientField) and not overridden(field, GradientField)
+            isinstance(field, GradientField)
+            and not overridden(field, GradientField)
             for field in self.fields()
         )
 
@@ -169,7 +170,10 @@ class Coupling(Layers):
         self.G = checked_module("G", G, optional=True)
 
     def moves(self) -> list[Move]:
-        both = [Move(1, 0, self.F, "F", self.F), Move(0, 1, self.G, "G", self.G)]
+        both = [
+            Move(1, 0, self.F, "F", self.F),
+            Move(0, 1, self.G, "G", self.G),
+        ]
         return [move for move in both if move.function is not None]
 
     def fields(self) -> list[Any]:
@@ -215,7 +219,11 @@ class Leapfrog(Layers):
 
     def _kick(self, q: Tensor, *args: Any, **options: Any) -> Tensor:
         force = self.F(q, *args, **options)
-        return force if self.h == 1 or not isinstance(force, Tensor) else self.h * force
+        return (
+            force
+            if self.h == 1 or not isinstance(force, Tensor)
+            else self.h * force
+        )
 
     def _drift(self, p: Tensor, *args: Any, **options: Any) -> Tensor:
         return self.h * p
@@ -249,7 +257,9 @@ class GradientField(nn.Module):
         self.energy = checked_module("energy", energy)
         self.scale = float(scale)
         if not math.isfinite(self.scale):
-            raise OptionError(f"scale must be a finite number, but got {scale}.")
+            raise OptionError(
+                f"scale must be a finite number, but got {scale}."
+            )
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """The gradient at x, in its shape.
@@ -268,8 +278,12 @@ class GradientField(nn.Module):
             return _checked_energy(self.energy(x, *args, **options), x).sum()
 
         if torch.compiler.is_compiling():
-            if rebuild.recording.depth:  # by hooks, which torch.func does not support
-                return rebuild.eagerly(partial(self.forward, **options), x, *args)
+            if (
+                rebuild.recording.depth
+            ):  # by hooks, which torch.func does not support
+                return rebuild.eagerly(
+                    partial(self.forward, **options), x, *args
+                )
             gradient = torch.func.grad(total)(x)
         elif torch.is_inference_mode_enabled() or rebuild.transformed():
             gradient = torch.func.grad(total)(x)
@@ -379,7 +393,9 @@ class Reversible(Layers):
                 f"all blocks must split the state along one axis, not {sorted(axes)}."
             )
         self.dim = axes.pop() if axes else -1
-        self.backprop = choose("backprop", backprop, ("auto", *rebuild.BACKPROPS))
+        self.backprop = choose(
+            "backprop", backprop, ("auto", *rebuild.BACKPROPS)
+        )
         self.state = choose("state", state, ("float", "fixed"))
 
     def moves(self) -> list[Move]:
@@ -417,7 +433,9 @@ class Reversible(Layers):
     def guarantee(self) -> Guarantee:
         """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
         promises = [super().guarantee(), *(block.guarantee() for block in self)]
-        return next((promise for promise in promises if not promise.holds), promises[0])
+        return next(
+            (promise for promise in promises if not promise.holds), promises[0]
+        )
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -26,7 +26,11 @@ KNOWN = (
 
 
 def to_reversible(
-    model: Model, *, h: float = 1.0, backprop: str = "auto", state: str = "float"
+    model: Model,
+    *,
+    h: float = 1.0,
+    backprop: str = "auto",
+    state: str = "float",
 ) -> Model:
     """A copy of a pre-norm residual model whose blocks are layers of a leapfrog network.
 
@@ -70,8 +74,12 @@ def to_reversible(
     model = copy.deepcopy(model)
     modules = list(model.modules())
     if any(isinstance(module, LeapfrogStack) for module in modules):
-        raise OptionError(f"this {type(model).__name__} is a leapfrog network already.")
-    stacks = [(owner, *stack) for owner in modules if (stack := _blocks_of(owner))]
+        raise OptionError(
+            f"this {type(model).__name__} is a leapfrog network already."
+        )
+    stacks = [
+        (owner, *stack) for owner in modules if (stack := _blocks_of(owner))
+    ]
     if not stacks:
         raise OptionError(
             f"{type(model).__name__} has no stack of blocks that is known: {KNOWN} can be "
@@ -80,7 +88,9 @@ def to_reversible(
     for owner, name, branches in stacks:
         blocks = getattr(owner, name)
         layers = [Leapfrog(branches(block), h=h) for block in blocks]
-        stack = LeapfrogStack(Reversible(layers, backprop=backprop, state=state))
+        stack = LeapfrogStack(
+            Reversible(layers, backprop=backprop, state=state)
+        )
         if isinstance(owner, nn.TransformerEncoder):
             owner.use_nested_tensor = (
                 False  # which only stacks of PyTorch's own layers can take
@@ -128,7 +138,9 @@ class LeapfrogStack(nn.Module):
             and torch.is_grad_enabled()
         ):
             args = tuple(map(_without_cache, args))
-            options = {name: _without_cache(value) for name, value in options.items()}
+            options = {
+                name: _without_cache(value) for name, value in options.items()
+            }
         y = self.net(torch.cat([torch.zeros_like(x), x], -1), *args, **options)
         return y.chunk(2, -1)[1]
 
@@ -192,7 +204,10 @@ class GPT2Branches(Branches):
         **options: Any,
     ) -> Tensor:
         block = self.block
-        masks = {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        masks = {
+            "past_key_values": past_key_values,
+            "attention_mask": attention_mask,
+        }
         a = block.attn(block.ln_1(q), **masks, **options)[0]
         if encoder_hidden_states is not None:
             masks["encoder_hidden_states"] = encoder_hidden_states
@@ -204,7 +219,8 @@ class GPT2Branches(Branches):
 def _blocks_of(owner: nn.Module) -> tuple[str, type[Branches]] | None:
     """The attribute under which a module holds residual blocks, and the sums of such blocks."""
     names = {
-        f"{cls.__module__.split('.')[0]}.{cls.__name__}" for cls in type(owner).__mro__
+        f"{cls.__module__.split('.')[0]}.{cls.__name__}"
+        for cls in type(owner).__mro__
     }
     if isinstance(owner, nn.TransformerEncoder):
         _check_blocks(owner, owner.layers, _encoder_layer_reason)
@@ -230,12 +246,13 @@ def _check_blocks(owner: nn.Module, blocks: Any, reason: Any) -> None:
 
 
 def _encoder_layer_reason(layer: Any) -> str | None:
-    if getattr(type(layer), "forward", None) is not nn.TransformerEncoderLayer.forward:
+    if (
+        getattr(type(layer), "forward", None)
+        is not nn.TransformerEncoderLayer.forward
+    ):
         return f"{type(layer).__name__} has a forward of its own"
     if not layer.norm_first:
-        return (
-            "they normalise after each sum (norm_first=False), so they are not x + F(x)"
-        )
+        return "they normalise after each sum (norm_first=False), so they are not x + F(x)"
     return None
 
 
@@ -264,11 +281,13 @@ def _without_cache(argument: Any) -> Any:
     return None
 
 
-def _rename(blocks: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _rename(
+    blocks: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
     """Let a list of blocks take the weights of the model that was converted."""
     for name in list(state):
         match = re.fullmatch(re.escape(prefix) + r"(\d+)\.(?!net\.)(.*)", name)
         if match:
-            state[f"{prefix}0.net.blocks.{match[1]}.F.block.{match[2]}"] = state.pop(
-                name
+            state[f"{prefix}0.net.blocks.{match[1]}.F.block.{match[2]}"] = (
+                state.pop(name)
             )

@@ -27,7 +27,9 @@ class MS1(Network):
 
     stacked = ("K_0", "b_1", "b_2")
 
-    def __init__(self, features: int, layers: int, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, features: int, layers: int, **options: Unpack[Options]
+    ) -> None:
         super().__init__(features, layers, scheme=schemes.MS1, **options)
 
     def forces(self) -> tuple[Force, ...]:
@@ -39,7 +41,11 @@ class MS1(Network):
         """`K = [[0, K_0], [K_0^T, 0]]` and `X_j = -K_0^-1`: needs an invertible `K_0`."""
         K_0, b_1, b_2 = self.stacks()
         J = functional.from_X(-_inverse(K_0))
-        return {"J": J, "K": _off_diagonal(K_0, K_0.mT), "b": torch.cat([b_2, b_1], -1)}
+        return {
+            "J": J,
+            "K": _off_diagonal(K_0, K_0.mT),
+            "b": torch.cat([b_2, b_1], -1),
+        }
 
     def field_rates(self) -> Tensor:
         """A bound on the derivative of the field in each layer: `S |K_0|`, `(N,)`."""
@@ -61,8 +67,12 @@ class MS2(Network):
     stacked = ("K", "b")
     forward_euler = True
 
-    def __init__(self, features: int, layers: int, **options: Unpack[Options]) -> None:
-        super().__init__(features, layers, scheme=schemes.FORWARD_EULER, **options)
+    def __init__(
+        self, features: int, layers: int, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(
+            features, layers, scheme=schemes.FORWARD_EULER, **options
+        )
         K = self.weight("K")
         free = torch.ones(K.shape, dtype=torch.bool, device="cpu")
         self._keep_free("K", K, free, skew=True)
@@ -98,7 +108,9 @@ class MS3(Network):
 
     stacked = ("K_1", "K_2", "b_1", "b_2")
 
-    def __init__(self, features: int, layers: int, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, features: int, layers: int, **options: Unpack[Options]
+    ) -> None:
         super().__init__(features, layers, scheme=schemes.MS3, **options)
 
     def forces(self) -> tuple[Force, ...]:
@@ -111,7 +123,11 @@ class MS3(Network):
         K_1, K_2, b_1, b_2 = self.stacks()
         eye = torch.eye(self.features // 2, dtype=b_1.dtype, device=b_1.device)
         K = _off_diagonal(K_1, K_2)
-        return {"J": functional.from_X(-eye), "K": K, "b": torch.cat([b_1, b_2], -1)}
+        return {
+            "J": functional.from_X(-eye),
+            "K": K,
+            "b": torch.cat([b_1, b_2], -1),
+        }
 
 
 class MLP(Network):

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hdnn import functional, implicit, schemes
-from hdnn.errors import OptionError, ShapeError, choose, positive_float, positive_int
+from hdnn.errors import (
+    OptionError,
+    ShapeError,
+    choose,
+    positive_float,
+    positive_int,
+)
 from hdnn.networks.network import Network
 from hdnn.schemes import Force, Implicit, Scheme
 from hdnn.sparsity import Sparsity
@@ -105,7 +111,9 @@ class HamiltonianNet(Network):
             raise OptionError(
                 f"integrator {integrator!r} takes {name} and learn_{name} only."
             )
-        self.stacked = ("K_p", "K_q", "b_p", "b_q") if scheme.halves else ("K", "b")
+        self.stacked = (
+            ("K_p", "K_q", "b_p", "b_q") if scheme.halves else ("K", "b")
+        )
         super().__init__(features, layers, scheme=scheme, **options)
         self.integrator = integrator
         self.forward_euler = scheme is schemes.FORWARD_EULER
@@ -119,7 +127,9 @@ class HamiltonianNet(Network):
         if self.sparsity is not None:
             for stack in self.stacked[: len(self.stacked) // 2]:
                 K = self.weight(stack)
-                self._keep_free(stack, K, self._free(self.sparsity.R, K.shape[-1]))
+                self._keep_free(
+                    stack, K, self._free(self.sparsity.R, K.shape[-1])
+                )
 
     # X and J
 
@@ -181,7 +191,9 @@ class HamiltonianNet(Network):
             return None  # the identity
         return super().__getattr__(name)
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(
+        self, generator: torch.Generator | None = None
+    ) -> None:
         """Draw all weights again; learned steps and a learned X or J go back to the first."""
         super().reset_parameters(generator)
         if self.learn_X or self.learn_J:
@@ -207,7 +219,9 @@ class HamiltonianNet(Network):
         sizes, paired = self.node_sizes()
         eye = torch.eye(len(sizes), device="cpu")
         owners = eye.repeat_interleave(torch.tensor(sizes, device="cpu"), 0)
-        return owners.repeat(2, 1) if paired and rows == self.features else owners
+        return (
+            owners.repeat(2, 1) if paired and rows == self.features else owners
+        )
 
     def _free(self, pattern: Tensor, rows: int) -> Tensor:
         """The entries that a block pattern leaves free in square matrices."""
@@ -230,7 +244,11 @@ class HamiltonianNet(Network):
         used = owners.mT @ link.ne(0).float() @ owners > 0
         used = used.view(-1, *used.shape[-2:]).any(0)
         if sparsity.T is None:
-            T = used | used.mT | torch.eye(len(used), dtype=torch.bool, device="cpu")
+            T = (
+                used
+                | used.mT
+                | torch.eye(len(used), dtype=torch.bool, device="cpu")
+            )
             return Sparsity(sparsity.R, T, sparsity.S, sparsity.sizes)
         if bool((used & ~sparsity.T).any()):
             i, k = (used & ~sparsity.T).nonzero()[0].tolist()
@@ -265,7 +283,9 @@ class HamiltonianNet(Network):
         if self.scheme.halves:
             K_p, K_q, b_p, b_q = stacks
             zero = torch.zeros_like(K_p)
-            K = torch.cat([torch.cat([K_p, zero], -1), torch.cat([zero, K_q], -1)], -2)
+            K = torch.cat(
+                [torch.cat([K_p, zero], -1), torch.cat([zero, K_q], -1)], -2
+            )
             b = torch.cat([b_p, b_q], -1)
         else:
             K, b = stacks
@@ -281,7 +301,9 @@ class HamiltonianNet(Network):
     @property
     def always_solvable(self) -> bool:
         """True if each layer has exactly one solution, whatever its weights and its state."""
-        return not self.implicit or (not self.scheme.paired and self.sigma.monotone)
+        return not self.implicit or (
+            not self.scheme.paired and self.sigma.monotone
+        )
 
     @torch.no_grad()
     def coupling(self) -> Tensor:
@@ -338,11 +360,19 @@ class HamiltonianNet(Network):
 
     def constants(self) -> dict[str, Tensor]:
         """X or J, if one was given or is learned."""
-        return {self.linked: self.weight(self.linked).detach()} if self.linked else {}
+        return (
+            {self.linked: self.weight(self.linked).detach()}
+            if self.linked
+            else {}
+        )
 
     def _refined_config(self, k: int) -> dict[str, Any]:
         config = super()._refined_config(k)
-        if self.sparsity is not None and self.sparsity.R.ndim == 3 and not self.tied:
+        if (
+            self.sparsity is not None
+            and self.sparsity.R.ndim == 3
+            and not self.tied
+        ):
             config["sparsity"]["R"] = (
                 self.sparsity.R.repeat_interleave(k, 0).int().tolist()
             )
@@ -432,10 +462,14 @@ class ImplicitH2(HamiltonianNet):
     def __init__(
         self, features: int, layers: int, **options: Unpack[HamiltonianOptions]
     ) -> None:
-        super().__init__(features, layers, "semi_implicit_euler_full", **options)
+        super().__init__(
+            features, layers, "semi_implicit_euler_full", **options
+        )
 
 
-def _newton(scheme: Scheme, tol: float | None, max_iter: int | None) -> dict[str, Any]:
+def _newton(
+    scheme: Scheme, tol: float | None, max_iter: int | None
+) -> dict[str, Any]:
     """The options of an implicit scheme that were given."""
     options: dict[str, Any] = {}
     if tol is not None:
@@ -452,4 +486,8 @@ def _newton(scheme: Scheme, tol: float | None, max_iter: int | None) -> dict[str
 def _as_sparsity(sparsity: Any) -> Sparsity | None:
     if sparsity is None or isinstance(sparsity, Sparsity):
         return sparsity
-    return Sparsity(**sparsity) if isinstance(sparsity, dict) else Sparsity(sparsity)
+    return (
+        Sparsity(**sparsity)
+        if isinstance(sparsity, dict)
+        else Sparsity(sparsity)
+    )

@@ -19,7 +19,13 @@ from torch.nn import functional as F
 from hdnn import activations
 from hdnn.engine import current, rebuild
 from hdnn.engine.rebuild import Half, Move
-from hdnn.errors import OptionError, ShapeError, choose, positive_float, positive_int
+from hdnn.errors import (
+    OptionError,
+    ShapeError,
+    choose,
+    positive_float,
+    positive_int,
+)
 from hdnn.networks.network import ALWAYS, EXPANDING, SYMPLECTIC, Guarantee
 from hdnn.sparsity import Sparsity
 
@@ -131,7 +137,9 @@ class HamiltonianUnit(nn.Module):
         self.padding = self.kernel // 2 if padding is None else padding
         self.activation = activations.registered(activation).name
         self.step = _step_size(step, T, self.layers)
-        self.backprop = choose("backprop", backprop, ("auto", *rebuild.BACKPROPS))
+        self.backprop = choose(
+            "backprop", backprop, ("auto", *rebuild.BACKPROPS)
+        )
         self.drop = _probabilities(drop, self.layers)
         self.init = choose("init", init, ("scaled", "paper"))
         self.halves = (
@@ -178,12 +186,20 @@ class HamiltonianUnit(nn.Module):
     def _shape(self) -> tuple[int, ...]:
         """The shape of a stack K."""
         width = self.channels // len(self.halves)
-        return (self.layers, width, width // self.groups, self.kernel, self.kernel)
+        return (
+            self.layers,
+            width,
+            width // self.groups,
+            self.kernel,
+            self.kernel,
+        )
 
     def _add_weights(self, dtype: torch.dtype | None, device: Any) -> None:
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         N, width, *_ = self._shape
-        free = None if self.sparsity is None else self._free_entries().to(device)
+        free = (
+            None if self.sparsity is None else self._free_entries().to(device)
+        )
         self.register_buffer("free", free, persistent=False)
         for half in reversed(self.halves):
             if free is None:
@@ -191,11 +207,14 @@ class HamiltonianUnit(nn.Module):
             else:
                 count = self._free_entries().expand(self._shape).sum()
                 self._add(
-                    named("K", half) + "_free", torch.empty(int(count), **options)
+                    named("K", half) + "_free",
+                    torch.empty(int(count), **options),
                 )
             self._add(named("b", half), torch.empty(N, width, **options))
             if self.normed:
-                self._add(named("gamma", half), torch.empty(N, width, **options))
+                self._add(
+                    named("gamma", half), torch.empty(N, width, **options)
+                )
                 self._add(named("beta", half), torch.empty(N, width, **options))
                 for name in ("mean", "var"):
                     self.register_buffer(
@@ -208,7 +227,9 @@ class HamiltonianUnit(nn.Module):
     def _free_entries(self) -> Tensor:
         """True for the blocks of K (r, n, 1, 1) that a pattern R leaves free."""
         sparsity = self.sparsity
-        sparsity = sparsity if isinstance(sparsity, Sparsity) else Sparsity(sparsity)
+        sparsity = (
+            sparsity if isinstance(sparsity, Sparsity) else Sparsity(sparsity)
+        )
         R, m = sparsity.R.cpu(), self.channels // 2
         sizes = sparsity.node_sizes(m)
         if R.ndim != 2 or self.groups > 1 or sum(sizes) != m:
@@ -223,7 +244,9 @@ class HamiltonianUnit(nn.Module):
         return mask[:, :, None, None]
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(
+        self, generator: torch.Generator | None = None
+    ) -> None:
         """Begin again: all weights are drawn as the constructor draws them.
 
         Args:
@@ -245,10 +268,18 @@ class HamiltonianUnit(nn.Module):
     ) -> None:
         """Give a tensor its first values."""
         if kind == "K" or (kind == "b" and self.init == "paper"):
-            scale = 1.0 if self.init == "paper" else math.prod(self._shape[2:]) ** -0.5
+            scale = (
+                1.0
+                if self.init == "paper"
+                else math.prod(self._shape[2:]) ** -0.5
+            )
             where = tensor.device if generator is None else generator.device
             # In float32, so that a seed gives the same unit in any dtype.
-            options = {"generator": generator, "device": where, "dtype": torch.float32}
+            options = {
+                "generator": generator,
+                "device": where,
+                "dtype": torch.float32,
+            }
             tensor.copy_(scale * torch.randn(tensor.shape, **options))
         else:
             tensor.fill_(1.0 if kind in ("gamma", "var") else 0.0)
@@ -261,7 +292,9 @@ class HamiltonianUnit(nn.Module):
         """
         if name.startswith("K") and self.free is not None:
             values = getattr(self, f"{name}_free")
-            return values.new_zeros(self._shape).masked_scatter(self.free, values)
+            return values.new_zeros(self._shape).masked_scatter(
+                self.free, values
+            )
         return getattr(self, name)
 
     def smoothness(self) -> Tensor:
@@ -340,7 +373,9 @@ class HamiltonianUnit(nn.Module):
             halves = self._halves(y)
             states = [y]
             for j in range(self.layers)[layers]:
-                halves = rebuild.run(halves, moves[each * j : each * (j + 1)], (), {})
+                halves = rebuild.run(
+                    halves, moves[each * j : each * (j + 1)], (), {}
+                )
                 states.append(self._joined(y, halves))
         return torch.stack(states) if trajectory else states[-1]
 
@@ -370,7 +405,9 @@ class HamiltonianUnit(nn.Module):
             )
 
     def _halves(self, y: Tensor) -> list[Half]:
-        return [Half(half) for half in y.to(self._wide).chunk(len(self.halves), 1)]
+        return [
+            Half(half) for half in y.to(self._wide).chunk(len(self.halves), 1)
+        ]
 
     def _joined(self, y: Tensor, halves: list[Half]) -> Tensor:
         values = [half.value for half in halves]
@@ -379,7 +416,10 @@ class HamiltonianUnit(nn.Module):
 
     def _working_dtype(self, y: Tensor) -> torch.dtype:
         """The dtype of the convolutions."""
-        if torch.is_autocast_enabled(y.device.type) and self._dtype != torch.float64:
+        if (
+            torch.is_autocast_enabled(y.device.type)
+            and self._dtype != torch.float64
+        ):
             return torch.get_autocast_dtype(y.device.type)
         return self._dtype
 
@@ -405,7 +445,9 @@ class HamiltonianUnit(nn.Module):
                     self._force, j, half, shears[target][j], factor, counts
                 )
                 moves.append(
-                    Move(count - 1 - target, target, function, f"layer {j}", self)
+                    Move(
+                        count - 1 - target, target, function, f"layer {j}", self
+                    )
                 )
         return moves
 
@@ -424,7 +466,11 @@ class HamiltonianUnit(nn.Module):
         ):  # J swaps the halves of what comes out
             B_p, B_q = B.chunk(2, 2)
             B = torch.cat([-B_q, B_p], 2)
-        stacks = [K.to(dtype), self.weight(named("b", half)).to(dtype), B.to(dtype)]
+        stacks = [
+            K.to(dtype),
+            self.weight(named("b", half)).to(dtype),
+            B.to(dtype),
+        ]
         if self.normed:
             stacks += [
                 self.weight(named("gamma", half)),
@@ -445,7 +491,10 @@ class HamiltonianUnit(nn.Module):
         s: Tensor,
     ) -> Tensor:
         """B^T sigma(A s + a), times J if that is not in B."""
-        options: dict[str, Any] = {"padding": self.padding, "groups": self.groups}
+        options: dict[str, Any] = {
+            "padding": self.padding,
+            "groups": self.groups,
+        }
         x = F.conv2d(s.to(shear.A.dtype), shear.A, shear.a, **options)
         if shear.gamma is not None:
             running: tuple[Any, Any] = (None, None)
@@ -453,7 +502,13 @@ class HamiltonianUnit(nn.Module):
                 mean = self.get_buffer(named("mean", half))
                 running = (mean[j], self.get_buffer(named("var", half))[j])
             x = F.batch_norm(
-                x, *running, shear.gamma, shear.beta, self.training, MOMENTUM, EPS
+                x,
+                *running,
+                shear.gamma,
+                shear.beta,
+                self.training,
+                MOMENTUM,
+                EPS,
             )
         z = activations.get(self.activation)(x)
         f = F.conv_transpose2d(z, shear.B, **options)
@@ -466,7 +521,9 @@ class HamiltonianUnit(nn.Module):
         """0 for the layers that are left out, and 1 / (1 - drop): (B, 1, 1, 1) for each layer."""
         if not (self.training and any(self.drop)):
             return None
-        draws = torch.rand(self.layers, len(y), 1, 1, 1, device=y.device).unbind(0)
+        draws = torch.rand(
+            self.layers, len(y), 1, 1, 1, device=y.device
+        ).unbind(0)
         return [
             (u >= p).to(self._wide) / (1 - p)
             for u, p in zip(draws, self.drop, strict=True)
@@ -477,14 +534,18 @@ class HamiltonianUnit(nn.Module):
             torch.compiler.is_compiling()
         ):  # which does not see the settings, and saves less itself
             return "stored" if self.backprop == "auto" else self.backprop
-        backprop = current().backprop if self.backprop == "auto" else self.backprop
+        backprop = (
+            current().backprop if self.backprop == "auto" else self.backprop
+        )
         if backprop == "reversible" and self.network == "h1":
             backprop = "checkpoint"
         if backprop == "auto":
             images = 4 if self.normed else 3  # that autograd saves in a layer
             size = images * self.layers * y.numel() * y.dtype.itemsize
             backprop = (
-                "stored" if size <= rebuild.memory_of(y.device) / 32 else "checkpoint"
+                "stored"
+                if size <= rebuild.memory_of(y.device) / 32
+                else "checkpoint"
             )
         return backprop
 
@@ -498,8 +559,14 @@ class HamiltonianUnit(nn.Module):
         return torch.promote_types(self._dtype, torch.float32)
 
     def _check_images(self, y: Tensor) -> None:
-        if not isinstance(y, Tensor) or y.ndim != 4 or y.shape[1] != self.channels:
-            shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        if (
+            not isinstance(y, Tensor)
+            or y.ndim != 4
+            or y.shape[1] != self.channels
+        ):
+            shape = (
+                tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            )
             raise ShapeError(
                 f"a unit takes images (B, {self.channels}, height, width), but got {shape}."
             )
@@ -508,7 +575,9 @@ class HamiltonianUnit(nn.Module):
                 f"a kernel of {self.kernel} x {self.kernel} with padding {self.padding} does not "
                 f"fit into images of {y.shape[2]} x {y.shape[3]}."
             )
-        autocast = torch.is_autocast_enabled(y.device.type) and y.is_floating_point()
+        autocast = (
+            torch.is_autocast_enabled(y.device.type) and y.is_floating_point()
+        )
         if y.dtype != self._dtype and not autocast:
             raise ShapeError(
                 f"HamiltonianUnit has weights in {self._dtype}, but y is {y.dtype}; both must have "
@@ -533,28 +602,39 @@ class HamiltonianUnit(nn.Module):
             reason = f"forward Euler promises nothing for {self.activation}, which can decrease"
             promise = Guarantee(False, "none", reason)
         elif self.normed and bool((self.weight("gamma") < 0).any()):
-            reason = "a gamma < 0 turns an activation around, so that it decreases"
+            reason = (
+                "a gamma < 0 turns an activation around, so that it decreases"
+            )
             promise = Guarantee(False, "none", reason)
         else:
             reason = f"at any depth, because {self.activation} never decreases"
             promise = Guarantee(True, EXPANDING, reason)
         if promise.holds and self.after is not None:
             promise = replace(
-                promise, why=f"{promise.why}, for the unit before its normalisation"
+                promise,
+                why=f"{promise.why}, for the unit before its normalisation",
             )
         return promise
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> Self:
         # model.to(memory_format=torch.channels_last) handles tensors of 4 axes alone.
         def each(t: Tensor) -> Tensor:
             return (
-                fn(t.flatten(0, 1)).unflatten(0, t.shape[:2]) if t.ndim == 5 else fn(t)
+                fn(t.flatten(0, 1)).unflatten(0, t.shape[:2])
+                if t.ndim == 5
+                else fn(t)
             )
 
         return super()._apply(each, recurse)
 
     def extra_repr(self) -> str:
-        facts = [self.network, f"{self.channels} channels", f"{self.layers} layers"]
+        facts = [
+            self.network,
+            f"{self.channels} channels",
+            f"{self.layers} layers",
+        ]
         facts += [f"kernel {self.kernel}", self.activation]
         facts.append(
             f"h = {self.step:.4g}"
@@ -579,7 +659,9 @@ def named(name: str, half: str) -> str:
     return f"{name}_{half}" if half else name
 
 
-def _step_size(step: Any, T: float | None, layers: int) -> float | tuple[float, ...]:
+def _step_size(
+    step: Any, T: float | None, layers: int
+) -> float | tuple[float, ...]:
     """The step h: as given, one a layer, or T/N."""
     if step is not None and T is not None:
         raise OptionError(

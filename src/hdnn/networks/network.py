@@ -15,7 +15,13 @@ from torch.nn.utils import parametrize
 from hdnn import activations, functional, schemes
 from hdnn.activations import Activation
 from hdnn.engine import Settings
-from hdnn.errors import OptionError, ShapeError, choose, positive_float, positive_int
+from hdnn.errors import (
+    OptionError,
+    ShapeError,
+    choose,
+    positive_float,
+    positive_int,
+)
 from hdnn.schemes import Force, Scheme
 
 DEFAULT_T = 2.4
@@ -74,7 +80,9 @@ def unknown_reason(module: nn.Module) -> str | None:
     so may hooks, but for those of PyTorch itself.
     """
     for name in COMPUTES:
-        owner = next((cls for cls in type(module).__mro__ if name in vars(cls)), object)
+        owner = next(
+            (cls for cls in type(module).__mro__ if name in vars(cls)), object
+        )
         if owner.__module__.split(".")[0] not in OURS or name in vars(module):
             return f"{type(module).__name__} has its own {name}"
     for kind in HOOKS:
@@ -154,7 +162,9 @@ class Network(nn.Module):
         self.init = choose("init", init, ("paper", "scaled"))
         Settings(engine=engine, backprop=backprop)  # raises for unknown names
         if not scheme.moves and (engine, backprop) != ("auto", "auto"):
-            self._refuse("runs layer by layer only; leave engine and backprop out.")
+            self._refuse(
+                "runs layer by layer only; leave engine and backprop out."
+            )
         self.engine = engine
         self.backprop = backprop
         self.step = _step_size(step, T, self.layers)
@@ -167,10 +177,14 @@ class Network(nn.Module):
         self._skew: set[str] = set()
         like = torch.empty(0, dtype=dtype, device=device)
         if not like.is_floating_point():
-            raise ShapeError(f"dtype must be a floating-point type, but got {dtype}.")
+            raise ShapeError(
+                f"dtype must be a floating-point type, but got {dtype}."
+            )
         for name in self.stacked:
             first = self._first(name, generator, like.device)
-            self.register_parameter(name, nn.Parameter(first.to(like, copy=True)))
+            self.register_parameter(
+                name, nn.Parameter(first.to(like, copy=True))
+            )
         if learn_step:
             self.log_h = nn.Parameter(self._first_log_h().to(like))
 
@@ -204,10 +218,14 @@ class Network(nn.Module):
     def _first_log_h(self) -> Tensor:
         # log h is learned: a step stays positive whatever happens to it.
         steps = (
-            self.step if isinstance(self.step, tuple) else (self.step,) * self.layers
+            self.step
+            if isinstance(self.step, tuple)
+            else (self.step,) * self.layers
         )
         logs = [math.log(h) for h in steps]
-        return torch.tensor(logs[:1] if self.tied else logs, dtype=torch.float64)
+        return torch.tensor(
+            logs[:1] if self.tied else logs, dtype=torch.float64
+        )
 
     def _keep_free(
         self,
@@ -226,8 +244,12 @@ class Network(nn.Module):
             self._skew.add(name)
             free = free.triu(1)
         index = free.cpu().expand(value.shape).flatten().nonzero()[:, 0]
-        self.register_buffer(f"_{name}_index", index.to(like.device), persistent=False)
-        entries = value.detach().flatten()[index.to(value.device)].to(like, copy=True)
+        self.register_buffer(
+            f"_{name}_index", index.to(like.device), persistent=False
+        )
+        entries = (
+            value.detach().flatten()[index.to(value.device)].to(like, copy=True)
+        )
         if learn:
             self.register_parameter(f"{name}_free", nn.Parameter(entries))
         else:
@@ -244,7 +266,9 @@ class Network(nn.Module):
             return getattr(self, name)
         free = getattr(self, f"{name}_free")
         flat = free.new_zeros(shape.numel())
-        matrix = flat.scatter(0, getattr(self, f"_{name}_index"), free).view(shape)
+        matrix = flat.scatter(0, getattr(self, f"_{name}_index"), free).view(
+            shape
+        )
         return matrix - matrix.mT if name in self._skew else matrix
 
     def __getattr__(self, name: str) -> Any:
@@ -262,14 +286,18 @@ class Network(nn.Module):
         """
         if name in self._shapes:
             index = getattr(self, f"_{name}_index")
-            value = value.expand(self._shapes[name]).flatten()[index.to(value.device)]
+            value = value.expand(self._shapes[name]).flatten()[
+                index.to(value.device)
+            ]
             name = f"{name}_free"
         if parametrize.is_parametrized(self, name):
             setattr(self, name, value)
         else:
             getattr(self, name).copy_(value)
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+    def reset_parameters(
+        self, generator: torch.Generator | None = None
+    ) -> None:
         """Draw all weights again, as the constructor does; learned steps go back to the first."""
         device = next(self.parameters()).device
         for name in self.stacked:
@@ -289,7 +317,9 @@ class Network(nn.Module):
             plain: Any = self._parameters
             values = list(map(plain.__getitem__, self.stacked))
         if self.tied:
-            return [value.expand(self.layers, *value.shape[1:]) for value in values]
+            return [
+                value.expand(self.layers, *value.shape[1:]) for value in values
+            ]
         return values
 
     def weights(self) -> dict[str, Any]:
@@ -302,14 +332,18 @@ class Network(nn.Module):
     @property
     def h(self) -> float | tuple[float, ...] | Tensor:
         """The step: a float, one a layer, or the learned ones `(N,)`."""
-        return self.log_h.exp().expand(self.layers) if self.learn_step else self.step
+        return (
+            self.log_h.exp().expand(self.layers)
+            if self.learn_step
+            else self.step
+        )
 
     def steps(self) -> Tensor:
         """The steps of all layers: `(N,)`."""
         weight = next(self.parameters())
-        return torch.as_tensor(self.h, dtype=weight.dtype, device=weight.device).expand(
-            self.layers
-        )
+        return torch.as_tensor(
+            self.h, dtype=weight.dtype, device=weight.device
+        ).expand(self.layers)
 
     @property
     def T(self) -> float:
@@ -366,7 +400,9 @@ class Network(nn.Module):
             states.append(self.layer(states[-1], j))
         return torch.stack(states) if trajectory else states[-1]
 
-    def _run(self, y: Tensor, layers: slice | None = None, **options: Any) -> Tensor:
+    def _run(
+        self, y: Tensor, layers: slice | None = None, **options: Any
+    ) -> Tensor:
         if isinstance(y, Tensor) and y.ndim and y.shape[-1] != self.features:
             raise ShapeError(
                 f"{type(self).__name__} takes y of shape (*batch, {self.features}), but got "
@@ -435,7 +471,9 @@ class Network(nn.Module):
         why = f"no theorem covers {self.scheme.name} layers: norms below 1 are possible"
         return Guarantee(False, "none", why)
 
-    def layer_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor:
+    def layer_jacobians(
+        self, states: Tensor, layers: slice = slice(None)
+    ) -> Tensor:
         """The derivatives `dy_{j+1}/dy_j` of all or some layers, `(L, B, n, n)`.
 
         In closed form and in denominator layout: the transpose of what
@@ -509,7 +547,8 @@ class Network(nn.Module):
         h/2 sum_{j=1}^{N-1} |K_j - K_{j-1}|_F^2 + |b_j - b_{j-1}|^2
         """
         jumps = sum(
-            stack.diff(dim=0).square().flatten(1).sum(1) for stack in self._smooth()
+            stack.diff(dim=0).square().flatten(1).sum(1)
+            for stack in self._smooth()
         )
         return 0.5 * (self.steps()[1:] * jumps).sum()
 
@@ -544,7 +583,9 @@ class Network(nn.Module):
         weight = next(self.parameters())
         options = self._refined_config(k)
         for name, value in self.constants().items():
-            options[name] = value.repeat_interleave(k, 0) if value.ndim == 3 else value
+            options[name] = (
+                value.repeat_interleave(k, 0) if value.ndim == 3 else value
+            )
         kind: Any = parametrize.type_before_parametrizations(self)
         # All that it draws is overwritten: spare the global generator.
         options |= {
@@ -555,10 +596,14 @@ class Network(nn.Module):
         fine = kind(**options, engine=self.engine, backprop=self.backprop)
         for name in self.stacked:
             value = self.weight(name).detach()
-            fine.assign(name, value if self.tied else value.repeat_interleave(k, 0))
+            fine.assign(
+                name, value if self.tied else value.repeat_interleave(k, 0)
+            )
         if self.learn_step:
             log_h = self.log_h.detach() - math.log(k)
-            fine.assign("log_h", log_h if self.tied else log_h.repeat_interleave(k, 0))
+            fine.assign(
+                "log_h", log_h if self.tied else log_h.repeat_interleave(k, 0)
+            )
         return fine
 
     def _refined_config(self, k: int) -> dict[str, Any]:
@@ -581,7 +626,11 @@ class Network(nn.Module):
         return Layers(self, range(self.layers))[layers]
 
     def extra_repr(self) -> str:
-        parts = [f"{self.features} features", f"{self.layers} layers", self.activation]
+        parts = [
+            f"{self.features} features",
+            f"{self.layers} layers",
+            self.activation,
+        ]
         if self.tied:
             parts.append("tied")
         if hasattr(self, "h"):
@@ -591,7 +640,11 @@ class Network(nn.Module):
     def _step_text(self) -> str:
         if self.learn_step:
             return "h learned"
-        h = "one a layer" if isinstance(self.step, tuple) else f"{self.step:.4g}"
+        h = (
+            "one a layer"
+            if isinstance(self.step, tuple)
+            else f"{self.step:.4g}"
+        )
         return f"h = {h}, T = {self.T:.4g}"
 
     def __repr__(self) -> str:
@@ -610,7 +663,9 @@ class Layers:
     no first axis. To change one, write into it: `with torch.no_grad(): net[2].b_p.zero_()`.
     """
 
-    def __init__(self, net: Network, numbers: range, index: int | None = None) -> None:
+    def __init__(
+        self, net: Network, numbers: range, index: int | None = None
+    ) -> None:
         self.net = net
         self.numbers = numbers
         self.index = index
@@ -623,7 +678,9 @@ class Layers:
         if isinstance(numbers, int):
             return Layers(self.net, range(numbers, numbers + 1), numbers)
         if numbers.step < 1:
-            raise OptionError("layers run forwards: take a slice with a positive step.")
+            raise OptionError(
+                "layers run forwards: take a slice with a positive step."
+            )
         return Layers(self.net, numbers)
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -666,7 +723,9 @@ def spectral_norm(K: Tensor) -> Tensor:
 
 
 def _sliced(forces: tuple[Force, ...], layers: slice) -> tuple[Force, ...]:
-    pieces = [[None if t is None else t[layers] for t in force] for force in forces]
+    pieces = [
+        [None if t is None else t[layers] for t in force] for force in forces
+    ]
     return tuple(Force(*piece) for piece in pieces)  # pyright: ignore[reportArgumentType]
 
 

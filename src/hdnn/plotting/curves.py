@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hdnn.analysis import Certificate, Convergence, Diagnosis, GradientMonitor
+    from hdnn.analysis import (
+        Certificate,
+        Convergence,
+        Diagnosis,
+        GradientMonitor,
+    )
     from hdnn.training import History
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart.
@@ -44,12 +49,18 @@ NORM = r"$\|\partial y_N / \partial y_j\|_2$"
 def new_figure(width: float, height: float) -> Figure:
     """A figure of that size in inches, without a display."""
     figures = require("matplotlib.figure", extra="plot")
-    figure = figures.Figure(figsize=(width, height), dpi=150, layout="constrained")
-    require("matplotlib.backends.backend_agg", extra="plot").FigureCanvasAgg(figure)
+    figure = figures.Figure(
+        figsize=(width, height), dpi=150, layout="constrained"
+    )
+    require("matplotlib.backends.backend_agg", extra="plot").FigureCanvasAgg(
+        figure
+    )
     return figure
 
 
-def axes_or_new(ax: Axes | None, width: float = 6.0, height: float = 3.8) -> Axes:
+def axes_or_new(
+    ax: Axes | None, width: float = 6.0, height: float = 3.8
+) -> Axes:
     """The Axes, or those of a new figure of that size."""
     return new_figure(width, height).add_subplot() if ax is None else ax
 
@@ -59,7 +70,9 @@ def finish(ax: Axes, columns: int, **labels: Any) -> Axes:
     ax.set(**labels)
     transforms = require("matplotlib.transforms", extra="plot")
     # In points, not in parts of the axes: labels stay clear of it at any size.
-    below = transforms.offset_copy(ax.transAxes, fig=ax.figure, y=-36, units="points")
+    below = transforms.offset_copy(
+        ax.transAxes, fig=ax.figure, y=-36, units="points"
+    )
     ax.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, 0.0),
@@ -103,7 +116,9 @@ def training_history(
     wrong = [1 - accuracy for accuracy in test]
     _epochs(ax, wrong, label="wrong labels, test", color=GREEN, linestyle="-.")
     if best:
-        ax.plot([best], [history.validation_loss[best - 1]], color=BLACK, marker="o")
+        ax.plot(
+            [best], [history.validation_loss[best - 1]], color=BLACK, marker="o"
+        )
     if ax.lines:
         ax.set_yscale("log")
     ax.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore
@@ -169,8 +184,12 @@ def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
     """
     if certificate.parts:
         count = len(certificate.parts)
-        panels = new_figure(1.0 + 4.2 * count, 3.8).subplots(1, count, squeeze=False)[0]
-        for panel, (name, part) in zip(panels, certificate.parts.items(), strict=True):
+        panels = new_figure(1.0 + 4.2 * count, 3.8).subplots(
+            1, count, squeeze=False
+        )[0]
+        for panel, (name, part) in zip(
+            panels, certificate.parts.items(), strict=True
+        ):
             certificate_norms(part, panel)
             panel.set_title(f"{name}: {part.samples} samples")
         return panels[-1]
@@ -184,7 +203,9 @@ def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _norm_curves(curves: Mapping[str, list[Any]], samples: int, ax: Axes) -> Axes:
+def _norm_curves(
+    curves: Mapping[str, list[Any]], samples: int, ax: Axes
+) -> Axes:
     layers = curves["layers"]
     least = curves["smallest"]
     most = curves["largest"]
@@ -241,7 +262,13 @@ def gradient_surface(
     steps = monitor.recorded_steps
     layers = range(len(logs))
     image = ax.pcolormesh(
-        steps, layers, logs, cmap="RdBu", norm=scale, shading="nearest", rasterized=True
+        steps,
+        layers,
+        logs,
+        cmap="RdBu",
+        norm=scale,
+        shading="nearest",
+        rasterized=True,
     )
     bar = ax.figure.colorbar(image, ax=ax)
     powers = [*range(round(math.log10(low)), 1, 2), math.log10(high)]
@@ -279,20 +306,27 @@ def diagnosis_gains(diagnosis: Diagnosis, ax: Axes | None = None) -> Axes:
     for fault in diagnosis.faults:
         if fault.layer in names:
             ax.axvline(
-                names.index(fault.layer), color=ORANGE, linewidth=4, alpha=0.4, zorder=0
+                names.index(fault.layer),
+                color=ORANGE,
+                linewidth=4,
+                alpha=0.4,
+                zorder=0,
             )
     ax.set_yscale("log")
     ticks = range(0, len(names), max(1, -(-len(names) // 12)))
     labels = [names[j][-24:] for j in ticks]
     ax.set_xticks(ticks, labels, rotation=30, ha="right", fontsize=7)
     ax.set(
-        ylabel="size", title=textwrap.shorten(diagnosis.summary, 90, placeholder=" ...")
+        ylabel="size",
+        title=textwrap.shorten(diagnosis.summary, 90, placeholder=" ..."),
     )
     ax.legend(frameon=False, fontsize=8)
     return ax
 
 
-def convergence(results: Mapping[str, Convergence], ax: Axes | None = None) -> Axes:
+def convergence(
+    results: Mapping[str, Convergence], ax: Axes | None = None
+) -> Axes:
     """Draw errors against the flow of the ODE over the step h.
 
     Args:
@@ -311,14 +345,30 @@ def convergence(results: Mapping[str, Convergence], ax: Axes | None = None) -> A
     for i, (name, result) in enumerate(results.items()):
         style = STYLES[i % len(STYLES)]
         label = f"{name}: order {result.order:.2f}"
-        ax.plot(result.steps, result.errors, **style, lw=1.4, markersize=5, label=label)
+        ax.plot(
+            result.steps,
+            result.errors,
+            **style,
+            lw=1.4,
+            markersize=5,
+            label=label,
+        )
         if math.isfinite(result.order):
             start = result.steps[0]
             slope = [
                 result.errors[0] * (h / start) ** round(result.order)
                 for h in result.steps
             ]
-            ax.plot(result.steps, slope, color=BLACK, lw=0.8, linestyle=":", zorder=1)
-    ax.set(xscale="log", yscale="log", title="Layers against the flow of their ODE")
+            ax.plot(
+                result.steps,
+                slope,
+                color=BLACK,
+                lw=0.8,
+                linestyle=":",
+                zorder=1,
+            )
+    ax.set(
+        xscale="log", yscale="log", title="Layers against the flow of their ODE"
+    )
     ax.grid(alpha=0.3)
     return finish(ax, 2, xlabel="step $h$", ylabel=r"$\max\,\|y_N - y(T)\|$")

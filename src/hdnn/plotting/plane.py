@@ -70,18 +70,28 @@ def decision_regions(
     ys = torch.linspace(low, high, grid)
     plane = torch.cartesian_prod(xs, ys).to(parameter)
     # Probabilities, not labels: the boundary between grid points is then smooth.
-    probability = model.predict_proba(plane)[:, 1].reshape(grid, grid).T.cpu().double()
+    probability = (
+        model.predict_proba(plane)[:, 1].reshape(grid, grid).T.cpu().double()
+    )
     colours = [colour for colour, _ in CLASSES]
     ax.contourf(
         xs, ys, probability, levels=[-0.5, 0.5, 1.5], colors=colours, alpha=0.25
     )
     if probability.min() < 0.5 < probability.max():
-        ax.contour(xs, ys, probability, levels=[0.5], colors=BLACK, linewidths=0.8)
+        ax.contour(
+            xs, ys, probability, levels=[0.5], colors=BLACK, linewidths=0.8
+        )
     x = data.x_test[:points]
     t = data.t_test[:points]
     wrong = model.predict(x.to(parameter)).to(t.device) != t
     for label, (colour, marker) in enumerate(CLASSES):
-        _points(ax, x[t == label], color=colour, marker=marker, label=f"class {label}")
+        _points(
+            ax,
+            x[t == label],
+            color=colour,
+            marker=marker,
+            label=f"class {label}",
+        )
     if bool(wrong.any()):
         label = f"wrong ({int(wrong.sum())} of {len(t)})"
         _points(ax, x[wrong], color=BLACK, marker="x", label=label)
@@ -117,7 +127,9 @@ def trajectories(
         ('States through 16 layers', 10)
     """
     if states.ndim != 3:
-        raise ShapeError(f"states must be (N+1, B, n), but got {tuple(states.shape)}.")
+        raise ShapeError(
+            f"states must be (N+1, B, n), but got {tuple(states.shape)}."
+        )
     ax = axes_or_new(ax, 5.2, 4.8)
     n = states.shape[-1]
     a, b = (range(n)[feature] for feature in features)
@@ -185,8 +197,12 @@ def phase_portrait(
         reach = 1.15 * float(states.abs().max())
         side = torch.linspace(-reach, reach, 121, dtype=torch.float64)
         H = energy(torch.cartesian_prod(side, side)).reshape(121, 121).T
-        ax.contour(side, side, H, levels=12, colors=BLACK, alpha=0.18, linewidths=0.7)
-    return finish(ax, 1, aspect="equal", xlabel="$p$", ylabel="$q$", title="Orbits")
+        ax.contour(
+            side, side, H, levels=12, colors=BLACK, alpha=0.18, linewidths=0.7
+        )
+    return finish(
+        ax, 1, aspect="equal", xlabel="$p$", ylabel="$q$", title="Orbits"
+    )
 
 
 def agent_paths(
@@ -223,7 +239,11 @@ def agent_paths(
         ax.plot(*q[:, i].T, color=colour, linewidth=1.2, alpha=0.7)
         if targets is not None:
             ax.plot(
-                *targets[i].cpu(), "+", color=colour, markersize=10, markeredgewidth=1.8
+                *targets[i].cpu(),
+                "+",
+                color=colour,
+                markersize=10,
+                markeredgewidth=1.8,
             )
         end = tuple(q[-1, i].tolist())
         disc = patches.Circle(
@@ -231,7 +251,9 @@ def agent_paths(
         )
         ax.add_patch(disc)
         if count <= NUMBERED:
-            ax.annotate(f"{i}", end, ha="center", va="center", fontsize=7, zorder=4)
+            ax.annotate(
+                f"{i}", end, ha="center", va="center", fontsize=7, zorder=4
+            )
         if near[:, i].any():
             place = tuple(q[int(near[:, i].int().argmax()), i].tolist())
             ax.add_patch(
@@ -264,7 +286,11 @@ def graph_picture(
     patterns = (
         ("$R$: blocks of $K$", R, BLUE),
         ("$T$: blocks of $X$ or $J$", T, ORANGE),
-        ("$S$: links that may be used", np.ones_like(R) if S is None else S, GREY),
+        (
+            "$S$: links that may be used",
+            np.ones_like(R) if S is None else S,
+            GREY,
+        ),
         (r"$T R^\top R + R^\top R T$: links in use", dependency, GREEN),
     )
     colors = require("matplotlib.colors", extra="plot")
@@ -279,7 +305,9 @@ def graph_picture(
         if pattern is dependency and S is not None:
             outside = int((pattern & ~S).sum())
             ax.set_xlabel(
-                f"{outside} not in $S$: not local" if outside else "all in $S$: local"
+                f"{outside} not in $S$: not local"
+                if outside
+                else "all in $S$: local"
             )
     return figure
 
@@ -292,18 +320,29 @@ def _draw_links(ax: Axes, links: np.ndarray, solid: np.ndarray) -> None:
         spots = np.stack([np.sin(turns), np.cos(turns)], 1)
     else:
         networkx = require("networkx", extra="graph")
-        layout = networkx.spring_layout(networkx.from_numpy_array(links), seed=0)
+        layout = networkx.spring_layout(
+            networkx.from_numpy_array(links), seed=0
+        )
         spots = np.array([layout[node] for node in range(count)])
     collections = require("matplotlib.collections", extra="plot")
     for pattern, style in (
         (links & ~solid, {"color": GREY, "lw": 0.6}),
         (solid, {"color": BLUE, "lw": 1.8}),
     ):
-        lines = [(spots[i], spots[k]) for i, k in np.argwhere(np.triu(pattern, 1))]
+        lines = [
+            (spots[i], spots[k]) for i, k in np.argwhere(np.triu(pattern, 1))
+        ]
         ax.add_collection(collections.LineCollection(lines, **style))
     size = 19 if count <= CIRCLE else 8
     x, y = spots.T
-    ax.plot(x, y, "o", markersize=size, markerfacecolor="white", markeredgecolor=BLACK)
+    ax.plot(
+        x,
+        y,
+        "o",
+        markersize=size,
+        markerfacecolor="white",
+        markeredgecolor=BLACK,
+    )
     if count <= NUMBERED:
         for i, spot in enumerate(spots):
             ax.annotate(

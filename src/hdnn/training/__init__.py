@@ -1,6 +1,8 @@
 """Training: one loop, its history and callbacks, checkpoints, and image training."""
 
-from hdnn.training.callbacks import Callback as Callback  # the type of what `fit` calls
+from hdnn.training.callbacks import (
+    Callback as Callback,
+)  # the type of what `fit` calls
 from hdnn.training.callbacks import (
     EarlyStopping,
     History,

@@ -189,7 +189,9 @@ class WellPosed:
 
     def __init__(self, limit: float | None = 0.95) -> None:
         if limit is not None and not 0 < limit < 1:
-            raise OptionError(f"limit must lie between 0 and 1, but is {limit}.")
+            raise OptionError(
+                f"limit must lie between 0 and 1, but is {limit}."
+            )
         self.limit = limit
 
     @staticmethod

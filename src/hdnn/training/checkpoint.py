@@ -69,7 +69,12 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
         else:
             total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             total.update(
-                tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
+                tensor.detach()
+                .cpu()
+                .contiguous()
+                .view(torch.uint8)
+                .numpy()
+                .data
             )
     return total.hexdigest()
 
@@ -88,9 +93,13 @@ def write(
 
     `identity` must be the same when the training is resumed; `groups` are further tensors.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors = {
+        f"model.{name}": tensor for name, tensor in model.state_dict().items()
+    }
     for group, members in groups.items():
-        tensors |= {f"{group}.{name}": tensor for name, tensor in members.items()}
+        tensors |= {
+            f"{group}.{name}": tensor for name, tensor in members.items()
+        }
     for index, slots in optimizer.state_dict()["state"].items():
         for name, value in slots.items():
             tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
@@ -104,7 +113,10 @@ def write(
                 tensors[f"{key}.{name}"] = value
             else:
                 states[key][name] = value
-    metadata = {"identity": dict(identity), "values": {**values, "callbacks": states}}
+    metadata = {
+        "identity": dict(identity),
+        "values": {**values, "callbacks": states},
+    }
     io.save_tensors(place / NAME, tensors, metadata)
 
 

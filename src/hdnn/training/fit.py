@@ -20,11 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn.errors import ConvergenceError, DataError, OptionError, choose, positive_int
+from hdnn.errors import (
+    ConvergenceError,
+    DataError,
+    OptionError,
+    choose,
+    positive_int,
+)
 from hdnn.heads import Model, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.progress import Progress
 from hdnn.training import checkpoint
-from hdnn.training.callbacks import Callback, EarlyStopping, History, Moment, WellPosed
+from hdnn.training.callbacks import (
+    Callback,
+    EarlyStopping,
+    History,
+    Moment,
+    WellPosed,
+)
 from hdnn.training.hidden import Adam, Passes, Smoothness, clip_norm
 from hdnn.training.output import (
     SOLVERS,
@@ -104,9 +116,13 @@ class Options:
                     f"{name} must be a finite number >= 0, but got {value!r}."
                 )
         if self.learning_rate == 0 or self.clip == 0 or self.warmup >= 1:
-            raise OptionError("learning_rate and clip must be > 0, and warmup below 1.")
+            raise OptionError(
+                "learning_rate and clip must be > 0, and warmup below 1."
+            )
         if self.solver == "newton" and self.ridge == 0:
-            raise OptionError('solver="newton" needs ridge > 0; take e.g. ridge=1e-4.')
+            raise OptionError(
+                'solver="newton" needs ridge > 0; take e.g. ridge=1e-4.'
+            )
 
 
 def fit(
@@ -172,7 +188,9 @@ def fit(
     training = _Training(
         model, (x, t, weight), held_out, settings, callbacks, group or Group()
     )
-    small = settings.batch * model.net.features <= SMALL and x.device.type == "cpu"
+    small = (
+        settings.batch * model.net.features <= SMALL and x.device.type == "cpu"
+    )
     with ExitStack() as stack:
         place = None
         if training.group.first:
@@ -221,7 +239,9 @@ class _Training:
         self.finished = False
         self.key: dict[str, Any] = {}  # the identity, once a folder is open
 
-    def _embedded(self, rows: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _embedded(
+        self, rows: Sequence[Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         x, t, weight = rows
         t = t if isinstance(self.head, RegressionHead) else t.long()
         return self.model.embed(x.detach()), t, weight
@@ -310,7 +330,10 @@ class _Training:
         if self.weight is not None:
             weights = self.weight[order].split(size)
         return zip(
-            self.y_0[order].split(size), self.t[order].split(size), weights, strict=True
+            self.y_0[order].split(size),
+            self.t[order].split(size),
+            weights,
+            strict=True,
         )
 
     def step(self, epoch: int, k: int, batch: Batch) -> Moment:
@@ -361,7 +384,9 @@ class _Training:
 
     def run_net(self, y_0: Tensor) -> Tensor:
         """The last states of these samples, of all processes."""
-        return self.group.gather(self.model.net(self.group.split(y_0)), len(y_0))
+        return self.group.gather(
+            self.model.net(self.group.split(y_0)), len(y_0)
+        )
 
     def refit(self) -> None:
         """Fit the output layer to all data; the hidden layers stay."""
@@ -371,7 +396,9 @@ class _Training:
         if not bool(y.isfinite().all()):
             raise self.diverged(len(self.history.loss), self.y_0)
         generator = torch.Generator().manual_seed(self.options.seed)
-        self.output.refit((y, self.t, self.weight), self.options.batch, generator)
+        self.output.refit(
+            (y, self.t, self.weight), self.options.batch, generator
+        )
 
     def measure(self, validation: Batch) -> None:
         """Look at the held-out rows with the model that there would be if training ended here."""
@@ -399,7 +426,9 @@ class _Training:
             self.refit()
         for name, parameter in self.model.named_parameters():
             if not bool(parameter.detach().isfinite().all()):
-                raise self.diverged(len(self.history.loss), None, f"the weight {name}")
+                raise self.diverged(
+                    len(self.history.loss), None, f"the weight {name}"
+                )
         self.finished = True
 
     def diverged(
@@ -411,7 +440,11 @@ class _Training:
             with torch.no_grad():
                 states = self.model.net.trajectory(y_0)
             bad = (~states.isfinite()).flatten(1).any(1).nonzero()
-            where = f", first in layer {max(int(bad[0]) - 1, 0)}" if len(bad) else ""
+            where = (
+                f", first in layer {max(int(bad[0]) - 1, 0)}"
+                if len(bad)
+                else ""
+            )
         return ConvergenceError(
             f"{what} is not finite in epoch {epoch + 1}{where}: the training has diverged; lower "
             "learning_rate, clip the gradients, or use a smaller step h."
@@ -438,7 +471,11 @@ class _Training:
         state = self.group.broadcast(state)
         if state.values:
             checkpoint.restore(
-                state, self.model, self.optimizer, self.generator, self.callbacks
+                state,
+                self.model,
+                self.optimizer,
+                self.generator,
+                self.callbacks,
             )
             self.history = History(**state.values["history"])
             self.finished = state.values["finished"]
@@ -485,7 +522,11 @@ def check_data(
             f"RegressionHead (for values), but got {type(head or model).__name__}."
         )
     like = head.weight
-    if x.dtype != like.dtype or x.device != like.device or t.device != like.device:
+    if (
+        x.dtype != like.dtype
+        or x.device != like.device
+        or t.device != like.device
+    ):
         raise DataError(
             f"{prefix}x is {x.dtype} on {x.device} and t is on {t.device}, but the model is "
             f"{like.dtype} on {like.device}; bring them together with .to()."
@@ -509,7 +550,9 @@ def check_data(
             f"{prefix}t must be whole-number labels from 0 to {max(head.outputs, 2) - 1}, but is "
             f"{t.dtype} from {t.min()} to {t.max()}."
         )
-    if weight is not None and (weight.shape != x.shape[:1] or not _is_weight(weight)):
+    if weight is not None and (
+        weight.shape != x.shape[:1] or not _is_weight(weight)
+    ):
         raise DataError(
             f"{prefix}weight must be ({len(x)},), finite, not negative and not all zero."
         )
@@ -572,7 +615,9 @@ def fit_multilevel(
     for level, count in enumerate(counts):
         if level:
             net = model.net.refine(refinements[level - 1])
-            model = Model(copy.deepcopy(model.augment), net, copy.deepcopy(model.head))
+            model = Model(
+                copy.deepcopy(model.augment), net, copy.deepcopy(model.head)
+            )
         place = None if folder is None else Path(folder) / f"level-{level}"
         level_seed = seed + 1_000_003 * level
         history = fit(

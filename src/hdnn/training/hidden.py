@@ -34,7 +34,9 @@ class Passes:
         self.net = net
         plain = getattr(net.forward, "__func__", None) is Network.forward
         self.direct = (
-            plain and isinstance(getattr(net, "h", None), float) and not _hooked(net)
+            plain
+            and isinstance(getattr(net, "h", None), float)
+            and not _hooked(net)
         )
         self.direct = self.direct and bool(net.scheme.moves)
         self.plans: dict[int, Plan] = {}  # by number of samples
@@ -63,10 +65,12 @@ class Passes:
     def _plan(self, y_0: Tensor, forces: Sequence[Force]) -> Plan:
         net = self.net
         choices = [
-            None if name == "auto" else name for name in (net.engine, net.backprop)
+            None if name == "auto" else name
+            for name in (net.engine, net.backprop)
         ]
         plan = Plan(
-            current(*choices), Call(net.scheme, y_0, forces, net.h, net.sigma, False)
+            current(*choices),
+            Call(net.scheme, y_0, forces, net.h, net.sigma, False),
         )
         self.plans[len(y_0)] = plan
         return plan
@@ -78,7 +82,9 @@ class Passes:
             return
         method, y_0, saved, tensors = self.last
         with torch.no_grad():
-            gradients = method.backward(y_0, saved, g.contiguous(), tuple(tensors))[1:]
+            gradients = method.backward(
+                y_0, saved, g.contiguous(), tuple(tensors)
+            )[1:]
         roots = []
         theirs = []
         for t, gradient in zip(tensors, gradients, strict=True):
@@ -104,7 +110,9 @@ class Smoothness:
     def __init__(self, net: Any, trained: Sequence[nn.Parameter]) -> None:
         self.net = net
         self.trained = trained
-        self.active = hasattr(net, "smoothness") and hasattr(net, "h")  # not an MLP
+        self.active = hasattr(net, "smoothness") and hasattr(
+            net, "h"
+        )  # not an MLP
         # By the number of a parameter.
         self.factors: list[tuple[int, Any, float]] | None = None
         if self.active:
@@ -121,7 +129,9 @@ class Smoothness:
         generator = torch.Generator().manual_seed(0)
         for p in weights:
             p.data.copy_(torch.randn(p.shape, generator=generator))
-        gradients = torch.autograd.grad(probe.smoothness(), weights, allow_unused=True)
+        gradients = torch.autograd.grad(
+            probe.smoothness(), weights, allow_unused=True
+        )
         places = {p: k for k, p in enumerate(self.trained)}
         factors = []
         for mine, p, gradient in zip(
@@ -130,8 +140,12 @@ class Smoothness:
             p = p.detach()
             if gradient is None or len(p) < 2:
                 return None
-            difference = -p.diff(dim=0, prepend=p[:1], append=p[-1:]).diff(dim=0)
-            factor = float((gradient * difference).sum() / difference.square().sum())
+            difference = -p.diff(dim=0, prepend=p[:1], append=p[-1:]).diff(
+                dim=0
+            )
+            factor = float(
+                (gradient * difference).sum() / difference.square().sum()
+            )
             if not torch.allclose(gradient, factor * difference):
                 return None
             if mine in places:

@@ -66,7 +66,9 @@ def fit_images(
     with ExitStack() as stack:
         place = checkpoint.open_folder(folder, resume, stack)
         line = (
-            stack.enter_context(Progress("epoch", recipe.epochs)) if progress else None
+            stack.enter_context(Progress("epoch", recipe.epochs))
+            if progress
+            else None
         )
         training.open(place)
         stop = False
@@ -115,7 +117,9 @@ class _ImageTraining:
         # The tables that a recorded step reads, and the number of the step.
         rows = (self.batches, recipe.batch)
         self.order = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.shifts = torch.zeros(*rows, 2, dtype=torch.int64, device=self.device)
+        self.shifts = torch.zeros(
+            *rows, 2, dtype=torch.int64, device=self.device
+        )
         self.flips = torch.zeros(rows, dtype=torch.bool, device=self.device)
         self.rates = torch.zeros(self.batches, device=self.device)
         self.count = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -135,10 +139,14 @@ class _ImageTraining:
         groups = [{"params": matrices, "weight_decay": recipe.weight_decay}]
         groups.append({"params": others, "weight_decay": 0.0})
         rate: Any = (
-            torch.tensor(recipe.learning_rate, device=self.device) if self.cuda else 0.0
+            torch.tensor(recipe.learning_rate, device=self.device)
+            if self.cuda
+            else 0.0
         )
         if recipe.optimizer == "adam":
-            return torch.optim.Adam(groups, lr=rate, fused=True, capturable=self.cuda)
+            return torch.optim.Adam(
+                groups, lr=rate, fused=True, capturable=self.cuda
+            )
         options = {"momentum": recipe.momentum, "nesterov": recipe.nesterov}
         return torch.optim.SGD(groups, lr=rate, fused=True, **options)
 
@@ -155,7 +163,9 @@ class _ImageTraining:
         x = self.data.normalised(images, torch.float32)
         if self.cuda:
             x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.bf16):
+        with torch.autocast(
+            self.device.type, torch.bfloat16, enabled=recipe.bf16
+        ):
             scores = self.net(x)
         loss = recipe.loss(scores.float(), t)
         self.optimizer.zero_grad()
@@ -179,15 +189,20 @@ class _ImageTraining:
     def record(self) -> Callable[[], None]:
         """Warm up, then record a step; weights and moments stay as they are."""
         weights = {
-            name: tensor.clone() for name, tensor in self.model.state_dict().items()
+            name: tensor.clone()
+            for name, tensor in self.model.state_dict().items()
         }
         moments = [
-            v.clone() for slots in self.optimizer.state.values() for v in slots.values()
+            v.clone()
+            for slots in self.optimizer.state.values()
+            for v in slots.values()
         ]
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
-        torch.backends.cudnn.benchmark = True  # pays for a step that is run many times
+        torch.backends.cudnn.benchmark = (
+            True  # pays for a step that is run many times
+        )
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 self.count.zero_()
@@ -197,7 +212,9 @@ class _ImageTraining:
                 self.step()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.model.load_state_dict(weights)
-        slots = [v for slots in self.optimizer.state.values() for v in slots.values()]
+        slots = [
+            v for slots in self.optimizer.state.values() for v in slots.values()
+        ]
         for number, value in enumerate(slots):
             if moments:
                 value.copy_(moments[number])
@@ -251,7 +268,9 @@ class _ImageTraining:
         self.shifts.copy_(shifts.view(*rows, 2))
         self.flips.copy_(flips.view(rows))
         first = self.epoch * self.batches
-        factors = [recipe.factor(first + k, self.batches) for k in range(self.batches)]
+        factors = [
+            recipe.factor(first + k, self.batches) for k in range(self.batches)
+        ]
         self.rates.copy_(recipe.learning_rate * torch.tensor(factors))
         self.count.zero_()
 
@@ -262,8 +281,12 @@ class _ImageTraining:
         )
         t = self.data.t_test.cpu()
         history = self.history
-        history.validation_score.append(float((scores.argmax(1) == t).double().mean()))
-        history.validation_loss.append(float(nn.functional.cross_entropy(scores, t)))
+        history.validation_score.append(
+            float((scores.argmax(1) == t).double().mean())
+        )
+        history.validation_loss.append(
+            float(nn.functional.cross_entropy(scores, t))
+        )
         history.best_epoch = 1 + history.validation_loss.index(
             min(history.validation_loss)
         )
@@ -306,7 +329,9 @@ class _ImageTraining:
         saved = checkpoint.read(place, self.key)
         if saved is None:
             return
-        checkpoint.restore(saved, self.model, self.optimizer, None, self.callbacks)
+        checkpoint.restore(
+            saved, self.model, self.optimizer, None, self.callbacks
+        )
         for (
             p,
             slots,

@@ -115,7 +115,9 @@ class OutputProblem:
         H = np.zeros((c, d, c, d))
         for i in range(c):
             curvature = (
-                np.full_like(P[:, :1], 2 / c) if self.regression else P[:, i : i + 1]
+                np.full_like(P[:, :1], 2 / c)
+                if self.regression
+                else P[:, i : i + 1]
             )
             H[i, :, i] = A.T @ (A * (curvature * self.share))
         H = H.reshape(c * d, c * d)
@@ -159,7 +161,9 @@ class Output:
     With "joint" it is trained together with the hidden layers, and `solve` sets its gradient.
     """
 
-    def __init__(self, head: Head, solver: str, ridge: float, rate: float) -> None:
+    def __init__(
+        self, head: Head, solver: str, ridge: float, rate: float
+    ) -> None:
         self.head = head
         self.solver = solver
         self.ridge = ridge
@@ -179,7 +183,9 @@ class Output:
         loss, P = problem.loss(S)
         residual = problem.residual(P)
         if self.solver == "joint":
-            gradient = torch.from_numpy(residual.T @ problem.A).to(self.head.weight)
+            gradient = torch.from_numpy(residual.T @ problem.A).to(
+                self.head.weight
+            )
             self.head.weight.grad = gradient[:, :-1]
             self.head.bias.grad = gradient[:, -1]
         elif write:
@@ -188,15 +194,21 @@ class Output:
         return Outcome(loss, problem.accuracy(S), gradient)
 
     @QUIET
-    def refit(self, batch: Batch, size: int, generator: torch.Generator) -> None:
+    def refit(
+        self, batch: Batch, size: int, generator: torch.Generator
+    ) -> None:
         """Fit the output layer to all data; Adam does so in minibatches of this size."""
         if self.solver == "newton":
             assign(
                 self.head,
-                newton(OutputProblem(self.head, batch), self.ridge, REFIT_STEPS),
+                newton(
+                    OutputProblem(self.head, batch), self.ridge, REFIT_STEPS
+                ),
             )
         elif self.solver == "adam":
-            assign(self.head, self._adam(self._minibatches(batch, size, generator)))
+            assign(
+                self.head, self._adam(self._minibatches(batch, size, generator))
+            )
 
     def _minibatches(
         self, batch: Batch, size: int, generator: torch.Generator
@@ -207,7 +219,9 @@ class Output:
             for index in order.split(size):
                 weights = None if weight is None else weight[index]
                 if weights is None or weights.any():
-                    yield OutputProblem(self.head, (y[index], t[index], weights))
+                    yield OutputProblem(
+                        self.head, (y[index], t[index], weights)
+                    )
 
     def _adam(self, problems: Iterable[OutputProblem]) -> np.ndarray:
         """One Adam step on each problem, from zero: the paper's inner solver."""
@@ -251,7 +265,9 @@ class Output:
         for _ in range(START_STEPS):
             P = problem.predictions(A @ W.T)
             W -= (problem.residual(P).T @ A + ridge * W) @ inverse
-        if np.isfinite(W).all():  # else the features are not, and `fit` will say so
+        if np.isfinite(
+            W
+        ).all():  # else the features are not, and `fit` will say so
             assign(self.head, W)
 
 
@@ -267,7 +283,9 @@ def newton(problem: OutputProblem, ridge: float, steps: int) -> np.ndarray:
         hessian = problem.hessian(P)
         hessian += unit
         try:
-            step = np.linalg.solve(hessian, gradient.reshape(-1)).reshape(W.shape)
+            step = np.linalg.solve(hessian, gradient.reshape(-1)).reshape(
+                W.shape
+            )
         except np.linalg.LinAlgError:  # rounding must not stop a training
             break
         decrease = np.vdot(gradient, step)

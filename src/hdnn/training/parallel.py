@@ -73,7 +73,9 @@ class DataParallel(Group):
         self.first = self.rank == 0
 
     def _slice(self, rows: int) -> slice:
-        return slice(rows * self.rank // self.size, rows * (self.rank + 1) // self.size)
+        return slice(
+            rows * self.rank // self.size, rows * (self.rank + 1) // self.size
+        )
 
     def split(self, rows: Tensor) -> Tensor:
         return rows[self._slice(len(rows))]
@@ -109,7 +111,9 @@ class DataParallel(Group):
 
 
 @contextmanager
-def joined(device: str = "cpu", timeout: float = 300.0) -> Iterator[tuple[Group, str]]:
+def joined(
+    device: str = "cpu", timeout: float = 300.0
+) -> Iterator[tuple[Group, str]]:
     """The group of a program that torchrun may have started, and the device of this process.
 
     Without torchrun the program is one process. On "cuda" each process has the GPU of its own

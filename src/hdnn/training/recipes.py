@@ -36,7 +36,11 @@ def rate_factor(done: float, steps: int, warmup: float, schedule: str) -> float:
     """
     if done < warmup:
         return min((done + 1 / steps) / warmup, 1.0)
-    return 1.0 if schedule == "constant" else cosine((done - warmup) / (1 - warmup))
+    return (
+        1.0
+        if schedule == "constant"
+        else cosine((done - warmup) / (1 - warmup))
+    )
 
 
 # Tables
@@ -44,7 +48,9 @@ def rate_factor(done: float, steps: int, warmup: float, schedule: str) -> float:
 WIDEST = 4096  # inputs; a wider network must be asked for by name
 
 
-def table(inputs: int, rows: float, *, features: int | None = None) -> dict[str, Any]:
+def table(
+    inputs: int, rows: float, *, features: int | None = None
+) -> dict[str, Any]:
     """Options of a network and of `fit` for a table.
 
     The penalties `weight_decay` and `ridge` are on the sum of the losses; `fit` takes them on the
@@ -161,7 +167,9 @@ class ImageRecipe:
     def loss(self, scores: Tensor, t: Tensor) -> Tensor:
         """The mean loss of a minibatch."""
         if not self.power:
-            return F.cross_entropy(scores, t, label_smoothing=self.label_smoothing)
+            return F.cross_entropy(
+                scores, t, label_smoothing=self.label_smoothing
+            )
         log_p = -F.cross_entropy(scores, t, reduction="none")
         return -torch.expm1(self.power * log_p).mean() / self.power
 
@@ -278,10 +286,17 @@ def image_recipe(
     if data == "mnist":
         settings |= {"batch": 100, "optimizer": "adam", **MNIST[by][network]}
     else:
-        settings |= {"label_smoothing": 0.1, "pad": 4, "flip": True, "bf16": True}
+        settings |= {
+            "label_smoothing": 0.1,
+            "pad": 4,
+            "flip": True,
+            "bf16": True,
+        }
         settings |= CIFAR[network]
         if network == "h1_paper":
-            drops = [(round(part * epochs), factor) for part, factor in PAPER_DROPS]
+            drops = [
+                (round(part * epochs), factor) for part, factor in PAPER_DROPS
+            ]
             settings["rates"] = tuple(dict(drops).items())
     return ImageRecipe(**{**settings, **options})
 
@@ -311,7 +326,9 @@ def image_network(
         **settings: of its Hamiltonian layers, by default those of `image_settings`.
     """
     choose("network", network, NETWORKS[choose("data", data, NETWORKS)])
-    with torch.random.fork_rng(devices=[]):  # weights are drawn from the global state
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # weights are drawn from the global state
         torch.manual_seed(seed)
         if data == "mnist":
             if network == "conv":
@@ -322,7 +339,9 @@ def image_network(
                 network, **{**image_settings(data, network), **settings}
             )
         if network in STARS:
-            return models.hdnn_star(**{**image_settings(data, network), **settings})
+            return models.hdnn_star(
+                **{**image_settings(data, network), **settings}
+            )
         if network == "alexnet":
             return models.alexnet()
         return models.resnet56(drop=DROP if network == "resnet56_drop" else 0.0)

@@ -19,7 +19,9 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vectors")
     script = folder / "vectors.mjs"
     source = Path(__file__).with_name("vectors.mjs").read_text("utf-8")
-    script.write_text(source.replace("PLAYGROUND", HERE.as_uri()), encoding="utf-8")
+    script.write_text(
+        source.replace("PLAYGROUND", HERE.as_uri()), encoding="utf-8"
+    )
     return folder, json.loads(run_node(script, folder))
 
 
@@ -47,7 +49,9 @@ def test_hdnn_loads_a_download_and_computes_the_same(results, name):
     net = model.net
     y = values["Y"].reshape(-1, 4).requires_grad_()
     end = net(y)
-    torch.testing.assert_close(end.T.flatten(), values["end"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        end.T.flatten(), values["end"], rtol=1e-12, atol=1e-12
+    )
     end.sum().backward()
     torch.testing.assert_close(
         y.grad.T.flatten(), values["start"], rtol=1e-11, atol=1e-11
@@ -60,9 +64,9 @@ def test_hdnn_loads_a_download_and_computes_the_same(results, name):
             rtol=1e-10,
             atol=1e-10,
         )
-    norms = hdnn.analysis.norms(hdnn.analysis.backward_sensitivity(net, y.detach()))[
-        :-1
-    ]
+    norms = hdnn.analysis.norms(
+        hdnn.analysis.backward_sensitivity(net, y.detach())
+    )[:-1]
     torch.testing.assert_close(
         values["norms"].view(5, -1), norms, rtol=1e-9, atol=1e-12
     )

@@ -39,7 +39,9 @@ def server():
 
 def test_the_page_is_served_on_the_loopback_only(server):
     assert server.server_address[0] == "127.0.0.1"
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", server.server_port, timeout=10
+    )
     connection.request("GET", "/?x=1")
     answer = connection.getresponse()
     assert answer.status == 200
@@ -70,7 +72,9 @@ def address(tmp_path_factory):
 def visit(browser, address):
     """A function that opens the page with settings; complaints of the page are failures."""
     with visits(browser, address) as opens:
-        yield lambda settings="", **options: opens(f"{address}#{settings}", **options)
+        yield lambda settings="", **options: opens(
+            f"{address}#{settings}", **options
+        )
 
 
 def wait_for_text(page, place: str, words: str) -> None:
@@ -89,7 +93,9 @@ def drop(page, name: str, text: str) -> None:
         return data;
     }"""
     page.dispatch_event(
-        "body", "drop", {"dataTransfer": page.evaluate_handle(made, [name, text])}
+        "body",
+        "drop",
+        {"dataTransfer": page.evaluate_handle(made, [name, text])},
     )
 
 
@@ -136,7 +142,10 @@ def test_a_download_gives_the_same_answers_in_python(visit, tmp_path):
 @needs_chromium
 def test_a_table_is_learned_and_a_wrong_one_is_explained(visit):
     page = visit(QUICK)
-    rows = [f"{i / 10},{(i * 7 % 11) / 10},{'a' if i % 2 else 'b'}" for i in range(60)]
+    rows = [
+        f"{i / 10},{(i * 7 % 11) / 10},{'a' if i % 2 else 'b'}"
+        for i in range(60)
+    ]
     drop(page, "mine.csv", "\n".join(["x,y,class", *rows]))
     wait_for_text(page, "#notice", "60 rows")
     drop(page, "wrong.csv", "x,y,class\n1,two,a\n")
