@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def results(tmp_path_factory):
 
 NAMES = [
     f"{network}-{activation}"
-    for network in ("h2", "h1", "verlet", "mlp")
+    for network in ("h2", "h1", "mlp")
     for activation in ("tanh", "relu", "sigmoid", "softplus", "silu", "sin")
 ]
 
@@ -70,6 +71,28 @@ def test_hdnn_loads_a_download_and_computes_the_same(results, name):
     torch.testing.assert_close(
         values["norms"].view(5, -1), norms, rtol=1e-9, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("network", ["residual", "prenorm"])
+def test_residual_networks_are_those_of_pytorch(results, network):
+    _, found = results
+    values = found[network]
+    tensor = partial(torch.tensor, dtype=torch.float64)
+    y = tensor(values["Y"]).view(-1, 4).requires_grad_()
+    K = tensor(values["weights"]["K"]).view(5, 4, 4).requires_grad_()
+    b = tensor(values["weights"]["b"]).view(5, 4).requires_grad_()
+    state = y
+    for layer in range(5):
+        source = state
+        if network == "prenorm":
+            source = torch.nn.functional.layer_norm(state, (4,))
+        state = state + torch.tanh(source @ K[layer].T + b[layer])
+    state.sum().backward()
+    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
+    close(state.detach().T.flatten(), tensor(values["end"]))
+    close(y.grad.T.flatten(), tensor(values["start"]))
+    close(K.grad.flatten(), tensor(values["gradients"]["K"]))
+    close(b.grad.flatten(), tensor(values["gradients"]["b"]))
 
 
 def test_h2_learns_the_swiss_roll_and_gradients_of_the_mlp_vanish(results):

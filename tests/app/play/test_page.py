@@ -83,7 +83,7 @@ def wait_for_text(page, place: str, words: str) -> None:
 
 
 def number(page, place: str) -> float:
-    return float(page.inner_text(place).rstrip("%"))
+    return float(page.inner_text(place).strip("%× "))
 
 
 def drop(page, name: str, text: str) -> None:
@@ -100,25 +100,76 @@ def drop(page, name: str, text: str) -> None:
 
 
 @needs_chromium
-def test_h2_learns_while_the_gradients_of_the_mlp_vanish(visit):
+def test_it_starts_and_h2_learns_while_gradients_of_the_mlp_vanish(visit):
     page = visit("layers=48")
-    page.click("#start")
     wait_for_text(page, "#start", "Pause")
     wait_for_text(page, "#left-accuracy", "100.0%")
     page.click("#start")
     wait_for_text(page, "#status", "paused")
-    assert number(page, "#left-smallest") >= 1
-    assert number(page, "#right-smallest") < 1e-6
+    assert number(page, "#left-reach") >= 1
+    assert number(page, "#right-reach") < 1e-6
+    assert page.get_attribute("#left-bar", "aria-valuenow") == "1"
+    assert float(page.get_attribute("#right-bar", "aria-valuenow")) < 1e-6
     page.hover("#norms")
     wait_for_text(page, "#norms-read", "Layer")
-    assert "Proved" in page.inner_text("#left-theorem")
+    assert "proved" in page.text_content("#left-theorem")
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures_bars_and_norms_fit_one_screen(visit, scheme):
+    page = visit(QUICK)
+    page.emulate_media(color_scheme=scheme)
+    for width, height, places in (
+        (1280, 800, ("#left-bar", "#right-bar", "#norms", "#start")),
+        (375, 812, ("#left-bar", "#right-bar", "#start", "#layers")),
+    ):
+        page.set_viewport_size({"width": width, "height": height})
+        for place in places:
+            box = page.locator(place).bounding_box()
+            assert box["y"] >= 0
+            assert box["y"] + box["height"] <= height
+            assert box["x"] + box["width"] <= width
+
+
+@needs_chromium
+@pytest.mark.parametrize("rival", ["residual", "prenorm"])
+def test_residual_rivals_learn_and_are_not_offered_for_python(visit, rival):
+    page = visit(f"{QUICK}&right={rival}")
+    wait_for_text(page, "#status", "steps a second")
+    wait_for_text(page, "#right-reach", "×")
+    assert not page.locator("#right-download").is_visible()
+    assert "nothing is promised" in page.text_content("#right-theorem")
+
+
+@needs_chromium
+def test_a_point_can_be_dragged(visit):
+    page = visit("data=drawn&layers=3")
+    picture = page.locator("#left-regions")
+    picture.focus()
+    for key in ("Enter", "ArrowRight", "ArrowRight", "1", "Enter"):
+        picture.press(key)
+    wait_for_text(page, "#status", "2 points to learn")
+    before = page.input_value("#link")
+    box = picture.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x - 60, y - 40)
+    page.mouse.up()
+    page.wait_for_function(
+        "link => document.getElementById('link').value !== link", arg=before
+    )
+    wait_for_text(page, "#status", "2 points to learn")
 
 
 @needs_chromium
 def test_a_download_gives_the_same_answers_in_python(visit, tmp_path):
     page = visit(QUICK)
-    page.click("#once")
-    wait_for_text(page, "#status", "Step 1")
+    wait_for_text(page, "#status", "steps a second")
+    page.click("#start")
+    wait_for_text(page, "#status", "paused")
+    page.click("summary")
     with page.expect_download() as download:
         page.click("#left-download")
     path = tmp_path / "h2.safetensors"
@@ -169,12 +220,12 @@ def test_a_link_brings_all_settings_and_drawn_points_back(visit):
 @needs_chromium
 def test_wrong_settings_are_explained_and_nothing_breaks(visit):
     page = visit(QUICK)
+    page.click("summary")
     page.fill("#rate", "-1")
     wait_for_text(page, "#notice", "Rate must be")
     page.fill("#rate", "0.05")
-    page.click("#start")
     wait_for_text(page, "#start", "Pause")
-    page.select_option("#left", "verlet")
-    wait_for_text(page, "#key-left", "Verlet")
+    page.select_option("#left", "h1")
+    wait_for_text(page, "#key-left", "H1")
     strange = visit("network=h9&layers=9999&left=h7")
     wait_for_text(strange, "#notice", "This link")

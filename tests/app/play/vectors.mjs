@@ -9,7 +9,7 @@ import { createTrainer } from "PLAYGROUND/core/training.js";
 import { fromSafetensors, toSafetensors } from "PLAYGROUND/core/safetensors.js";
 
 const found = {};
-for (const network of ["h2", "h1", "verlet", "mlp"]) {
+for (const network of ["h2", "h1", "mlp"]) {
   for (const activation of ["tanh", "relu", "sigmoid", "softplus", "silu", "sin"]) {
     const data = datasets.double_moons(40, { seed: 3 });
     const trainer = createTrainer({ network, activation, data, layers: 5, T: 1.3, batch: 40, seed: 7 });
@@ -31,6 +31,22 @@ for (const network of ["h2", "h1", "verlet", "mlp"]) {
       x: [...data.x], probabilities: [...trainer.predict(data.x)],
     };
   }
+}
+// Residual networks are not hdnn's: PyTorch computes them in the test.
+for (const network of ["residual", "prenorm"]) {
+  const net = createNetwork({ network, layers: 5, seed: 3 });
+  const B = 7;
+  const Y = Float64Array.from({ length: 4 * B }, (_, i) => Math.sin(1 + 3 * i));
+  const pass = new Pass(net, B);
+  toFeatures(Y, 4, B, pass.states);
+  const from = pass.forward(B);
+  const end = Array.from(pass.states.slice(from, from + 4 * B));
+  pass.g.fill(1);
+  pass.backward();
+  const listed = (arrays) => Object.fromEntries(Object.entries(arrays).map(([k, v]) => [k, [...v]]));
+  found[network] = {
+    Y: [...Y], end, start: [...pass.g], weights: listed(net.weights), gradients: listed(pass.gradients),
+  };
 }
 const data = datasets.swiss_roll(2000, {});
 const trainer = createTrainer({ data, layers: 32 });

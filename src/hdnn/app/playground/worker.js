@@ -1,7 +1,7 @@
 // All arithmetic of the page. It works in short pieces, and listens to the page between them.
 import { parseCsv, rescaled } from "./core/csv.js";
 import { datasets } from "./core/data.js";
-import { guarantee } from "./core/networks.js";
+import { guarantee, hasStep } from "./core/networks.js";
 import { fromSafetensors, toSafetensors } from "./core/safetensors.js";
 import { createTrainer } from "./core/training.js";
 
@@ -50,16 +50,16 @@ const HANDLERS = {
     self.postMessage({ type: "paused" });
     plan();
   },
-  once() {
-    running = false;
-    step();
-    measuring = picture(FINE);
-    plan();
-  },
   // Other points for the same networks, which go on with the weights that they have.
   data({ points }) {
     before += trainers.left.stepCount;
     learn(points, { ...trainers });
+  },
+  // A point of the picture at another place; it is one of those that are learned.
+  move({ index, place }) {
+    trainers.left.data.x.set(place, 2 * index);
+    if (!running) measuring = picture(FINE);
+    plan();
   },
   rate({ rate }) {
     settings.rate = rate;
@@ -116,7 +116,7 @@ function learn(made, models) {
 function summaryOf({ net }) {
   const { network, layers, activation, features, h } = net;
   const found = { network, layers, activation, features };
-  return network === "mlp" ? found : { ...found, T: h * layers }; // which has no step
+  return hasStep(network) ? { ...found, T: h * layers } : found;
 }
 
 function halves({ x, t }) {

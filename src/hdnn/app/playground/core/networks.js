@@ -3,6 +3,7 @@
  *
  *     adjoint   v += f h K^T sigma(K u + b)
  *     skew      v += f h J K^T sigma(K u + b)    with J = [[0, -I], [I, 0]]
+ *     residual  v +=     sigma(K u + b)          or sigma(K norm(u) + b) where the move is `normed`
  *     replace   v  =     sigma(K u + b)
  */
 
@@ -17,23 +18,19 @@ const ALWAYS = "norm(dy_N/dy_j) >= 1 at any depth, for any weights and any activ
 const IF_MONOTONE =
   "norm(dy_N/dy_j) >= 1 at any depth, for any weights and an activation that never decreases";
 
-const moveP = (f) => ({ u: "q", v: "p", K: "K_q", b: "b_q", f, form: "adjoint" });
-const moveQ = (f) => ({ u: "p", v: "q", K: "K_p", b: "b_p", f, form: "adjoint" });
-const moveY = (form) => [{ u: "y", v: "y", K: "K", b: "b", f: 1, form }];
+const moveP = { u: "q", v: "p", K: "K_q", b: "b_q", f: -1, form: "adjoint" };
+const moveQ = { u: "p", v: "q", K: "K_p", b: "b_p", f: 1, form: "adjoint" };
+const moveY = (form, normed = false) => [{ u: "y", v: "y", K: "K", b: "b", f: 1, form, normed }];
 
 const HALVES = { K_p: "mm", K_q: "mm", b_p: "m", b_q: "m" };
 const WHOLE = { K: "nn", b: "n" };
 
 export const KINDS = {
-  h2: { title: "H2", theorem: ALWAYS, weights: HALVES, moves: [moveP(-1), moveQ(1)] },
+  h2: { title: "H2", theorem: ALWAYS, weights: HALVES, moves: [moveP, moveQ] },
   h1: { title: "H1", theorem: IF_MONOTONE, weights: WHOLE, moves: moveY("skew"), even: true },
-  verlet: {
-    title: "Verlet",
-    theorem: ALWAYS,
-    weights: HALVES,
-    moves: [moveP(-0.5), moveQ(1), moveP(-0.5)],
-  },
-  mlp: { title: "MLP", theorem: null, weights: WHOLE, moves: moveY("replace") },
+  mlp: { title: "Perceptron", theorem: null, weights: WHOLE, moves: moveY("replace") },
+  residual: { title: "Residual", theorem: null, weights: WHOLE, moves: moveY("residual") },
+  prenorm: { title: "Pre-norm residual", theorem: null, weights: WHOLE, moves: moveY("residual", true) },
 };
 
 /** What is promised of the gradients with that activation, or null. */
@@ -54,6 +51,11 @@ export function kindOf(network) {
 export function splits(network) {
   const { moves, even } = kindOf(network);
   return Boolean(even) || moves[0].u !== "y";
+}
+
+/** Whether a layer is a time step of length h, so that hdnn has the network too. */
+export function hasStep(network) {
+  return ["adjoint", "skew"].includes(kindOf(network).moves[0].form);
 }
 
 /** The shapes of all weights, as in hdnn's state_dict. */
@@ -95,7 +97,7 @@ export function emptyNetwork({ network, features, layers, activation, h }) {
     throw new Error(`${KINDS[network].title} splits its features into two halves, so their ` +
       `number must be even, but it is ${features}.`);
   }
-  if (network !== "mlp" && !(h > 0 && Number.isFinite(h))) {
+  if (hasStep(network) && !(h > 0 && Number.isFinite(h))) {
     throw new Error(`The step h = T/N must be a positive number, but it is ${h}.`);
   }
   const shapes = shapesOf(network, features, layers);
@@ -103,7 +105,7 @@ export function emptyNetwork({ network, features, layers, activation, h }) {
   for (const [name, shape] of Object.entries(shapes)) {
     weights[name] = new Float64Array(shape.reduce((a, b) => a * b, 1));
   }
-  return { network, features, layers, activation, h: network === "mlp" ? 1 : h, weights, shapes };
+  return { network, features, layers, activation, h: hasStep(network) ? h : 1, weights, shapes };
 }
 
 function checkWhole(name, value, most) {

@@ -1,7 +1,7 @@
 /** Forward and backward passes through all layers, with gradients in closed form. */
 
 import { activationOf } from "./activations.js";
-import { addOuter, addProduct, fillRows } from "./kernels.js";
+import { addMultiple, addOuter, addProduct, fillRows } from "./kernels.js";
 import { kindOf } from "./networks.js";
 
 /** Room for passes of at most `most` samples; with `stored`, `backward` can follow `forward`. */
@@ -20,6 +20,9 @@ export class Pass {
     this.d = new Float64Array(this.s.length);
     this.z = new Float64Array(this.rows * most);
     this.turned = new Float64Array(n * most);
+    const normed = this.moves.some((move) => move.normed);
+    this.normed = new Float64Array(normed ? (stored ? this.count : 1) * n * most : 0);
+    this.widths = new Float64Array(normed ? (stored ? this.count : 1) * most : 0);
     this.g = new Float64Array(n * most);
     this.gradients = Object.fromEntries(
       Object.entries(net.weights).map(([name, values]) => [name, new Float64Array(values.length)]),
@@ -51,7 +54,12 @@ export class Pass {
         const v = from + move.v * B;
         const f = move.f * net.h;
         fillRows(net.weights[move.b], j * rows, rows, s, at, B);
-        addProduct(K, k, rows, 1, rows, rows, 1, states, from + move.u * B, s, at, B);
+        if (move.normed) {
+          normalise(states, from, rows, B, this.normed, at, this.widths, at / rows);
+          addProduct(K, k, rows, 1, rows, rows, 1, this.normed, at, s, at, B);
+        } else {
+          addProduct(K, k, rows, 1, rows, rows, 1, states, from + move.u * B, s, at, B);
+        }
         this.sigma(s, s, d, at, at + rows * B);
         if (form === "adjoint") {
           addProduct(K, k, 1, rows, rows, rows, f, s, at, states, v, B);
@@ -60,7 +68,8 @@ export class Pass {
           addProduct(K, k + half, 1, rows, half, rows, -f, s, at, states, v, B);
           addProduct(K, k, 1, rows, half, rows, f, s, at, states, v + half * B, B);
         } else {
-          for (let i = 0; i < rows * B; i++) states[v + i] = s[at + i];
+          if (form === "replace") states.fill(0, v, v + rows * B);
+          addMultiple(1, s, at, states, v, rows * B);
         }
         if (stored) at += rows * B;
       }
@@ -92,7 +101,8 @@ export class Pass {
         from = 0;
         turnedBack(g, rows, B, w);
       }
-      if (form === "replace") z.set(g.subarray(from, from + rows * B));
+      const own = form === "adjoint" || form === "skew"; // K^T stands outside of sigma too
+      if (!own) z.set(g.subarray(from, from + rows * B));
       else {
         z.fill(0, 0, rows * B);
         addProduct(K, k, rows, 1, rows, rows, f, w, from, z, 0, B);
@@ -101,13 +111,19 @@ export class Pass {
       if (ofWeights) {
         const dK = this.gradients[move.K];
         const db = this.gradients[move.b];
-        const source = (turn * net.features + move.u) * B;
-        addOuter(dK, k, rows, rows, 1, z, 0, states, source, B);
-        if (form !== "replace") addOuter(dK, k, rows, rows, f, s, at, w, from, B);
+        const source = move.normed ? at : (turn * net.features + move.u) * B;
+        addOuter(dK, k, rows, rows, 1, z, 0, move.normed ? this.normed : states, source, B);
+        if (own) addOuter(dK, k, rows, rows, f, s, at, w, from, B);
         for (let i = 0; i < rows * B; i++) db[j * rows + Math.floor(i / B)] += z[i];
       }
       if (form === "replace") g.fill(0, from, from + rows * B);
-      addProduct(K, k, 1, rows, rows, rows, 1, z, 0, g, move.u * B, B);
+      if (move.normed) {
+        this.turned.fill(0, 0, rows * B);
+        addProduct(K, k, 1, rows, rows, rows, 1, z, 0, this.turned, 0, B);
+        addThroughNorm(this.turned, this.normed, at, this.widths, at / rows, rows, B, g);
+      } else {
+        addProduct(K, k, 1, rows, rows, rows, 1, z, 0, g, move.u * B, B);
+      }
     }
   }
 }
@@ -123,6 +139,34 @@ function laidOut(net, move) {
     v: place[move.v],
     rows: size,
   };
+}
+
+/** Layer norm without weights: each sample with mean 0 and variance 1, and its width before. */
+function normalise(y, from, n, B, out, to, widths, at) {
+  for (let i = 0; i < B; i++) {
+    let mean = 0;
+    let square = 0;
+    for (let c = 0; c < n; c++) mean += y[from + c * B + i] / n;
+    for (let c = 0; c < n; c++) square += (y[from + c * B + i] - mean) ** 2 / n;
+    widths[at + i] = Math.sqrt(square + 1e-5);
+    for (let c = 0; c < n; c++) out[to + c * B + i] = (y[from + c * B + i] - mean) / widths[at + i];
+  }
+}
+
+/** g += the gradient w of the normalised state, taken back through `normalise`. */
+function addThroughNorm(w, normed, from, widths, at, n, B, g) {
+  for (let i = 0; i < B; i++) {
+    let mean = 0;
+    let along = 0;
+    for (let c = 0; c < n; c++) {
+      mean += w[c * B + i] / n;
+      along += (w[c * B + i] * normed[from + c * B + i]) / n;
+    }
+    for (let c = 0; c < n; c++) {
+      const x = normed[from + c * B + i];
+      g[c * B + i] += (w[c * B + i] - mean - x * along) / widths[at + i];
+    }
+  }
 }
 
 /** J^T g = (g_q, -g_p) */

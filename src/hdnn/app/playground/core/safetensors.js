@@ -13,7 +13,7 @@ import { sha256 } from "./sha256.js";
 const LARGEST = 8 * 2 ** 20; // bytes: the largest model of the page has a tenth of that
 const TYPES = { F64: [Float64Array, "torch.float64"], F32: [Float32Array, "torch.float32"] };
 const CLASSES = { H2: "h2", H1: "h1", MLP: "mlp" };
-const INTEGRATORS = { semi_implicit_euler: "h2", forward_euler: "h1", verlet: "verlet" };
+const INTEGRATORS = { semi_implicit_euler: "h2", forward_euler: "h1" };
 const DAMAGED = "This is no safetensors file, or it is damaged.";
 const FOREIGN = "This safetensors file was not written by hdnn.";
 
@@ -79,8 +79,7 @@ function description({ augment, net }) {
   const { network, features, layers, activation, h } = net;
   const config = { activation, features, layers, tied: false };
   if (network !== "mlp") Object.assign(config, { learn_step: false, sparsity: null, step: h });
-  if (network === "verlet") config.integrator = "verlet";
-  const kind = Object.keys(CLASSES).find((name) => CLASSES[name] === network) ?? "HamiltonianNet";
+  const kind = Object.keys(CLASSES).find((name) => CLASSES[name] === network) ;
   const { inputs, placement } = augment;
   const modules = {
     augment: { class: "Augment", config: { features, inputs, placement }, modules: {} },

@@ -3,7 +3,7 @@
 import { HeadSolver, createHead } from "./head.js";
 import { addMultiple } from "./kernels.js";
 import { createAugment, createRoom, embed, evaluate, featuresOf, predict } from "./model.js";
-import { createNetwork } from "./networks.js";
+import { createNetwork, hasStep } from "./networks.js";
 import { norms } from "./norms.js";
 import { createOptimiser } from "./optimisers.js";
 import { Pass } from "./passes.js";
@@ -159,7 +159,7 @@ class Trainer {
   /** Add the gradient of alpha R_K: R_K is h/2 the sum of squared jumps from layer to layer. */
   _smooth() {
     const { net, _pass: pass } = this;
-    if (net.network === "mlp") return; // no discretised ODE
+    if (!hasStep(net.network)) return; // no discretised ODE
     for (const name in net.weights) {
       const factor = this._options.smoothness * net.h;
       const w = net.weights[name];

@@ -5,6 +5,7 @@ import { MOST_DRAWN } from "./points.js";
 import { BOTH, element, state } from "./state.js";
 import { refresh, say } from "./view.js";
 
+const NEAR = 7; // pixels around a point in which it can be picked up
 const APART = 0.022; // how far the points of a stroke are from each other, as a part of the picture
 
 export function listenForHands(drawn) {
@@ -57,17 +58,21 @@ function moved(place, by, count) {
 
 function listenToRegions(canvas, drawn) {
   let last = null;
+  let dragged = null; // the index of a point
   const place = (event) => [event.offsetX / canvas.clientWidth, event.offsetY / canvas.clientHeight];
   const draws = () => state.settings && state.settings.data === "drawn";
   canvas.addEventListener("pointerdown", (event) => {
-    if (!draws()) return;
+    dragged = pointAt(event.offsetX, event.offsetY, canvas);
+    if (dragged === null && !draws()) return;
     canvas.setPointerCapture(event.pointerId);
+    if (dragged !== null) return;
     last = place(event);
     set(...last);
   });
   canvas.addEventListener("pointermove", (event) => {
     const at = place(event);
-    state.cross = last ? null : at;
+    state.cross = last || dragged !== null ? null : at;
+    if (dragged !== null) drag(dragged, at);
     if (last && Math.hypot(at[0] - last[0], at[1] - last[1]) >= APART) {
       last = at;
       set(...at);
@@ -75,8 +80,9 @@ function listenToRegions(canvas, drawn) {
     refresh();
   });
   const end = () => {
-    if (last) drawn();
-    last = null;
+    if (dragged !== null) drop(dragged, draws(), drawn);
+    else if (last) drawn();
+    last = dragged = null;
   };
   canvas.addEventListener("pointerup", end);
   canvas.addEventListener("pointercancel", end);
@@ -108,6 +114,33 @@ function listenToRegions(canvas, drawn) {
     event.preventDefault();
     refresh();
   });
+}
+
+// The index of the point under a pointer, or null.
+function pointAt(px, py, canvas) {
+  if (!state.shown) return null;
+  const [x0, x1, y0, y1] = state.domain;
+  let nearest = null;
+  let closest = NEAR;
+  for (let i = 0; i < state.shown.t.length; i++) {
+    const across = ((state.shown.x[2 * i] - x0) / (x1 - x0)) * canvas.clientWidth - px;
+    const down = ((y1 - state.shown.x[2 * i + 1]) / (y1 - y0)) * canvas.clientHeight - py;
+    const away = Math.hypot(across, down);
+    if (away < closest) [nearest, closest] = [i, away];
+  }
+  return nearest;
+}
+
+function drag(index, [across, down]) {
+  const [x0, x1, y0, y1] = state.domain;
+  const inside = (value) => Math.min(1, Math.max(0, value));
+  state.shown.x.set([x0 + (x1 - x0) * inside(across), y1 - (y1 - y0) * inside(down)], 2 * index);
+}
+
+function drop(index, draws, drawn) {
+  const place = state.shown.x.slice(2 * index, 2 * index + 2);
+  if (draws) state.drawn.x.splice(2 * index, 2, ...place);
+  drawn(draws ? null : { index, place });
 }
 
 function set(across, down) {

@@ -113,9 +113,9 @@ function writeLink() {
   element("link").value = location.href.replace(/#.*/, "") + hash;
 }
 
-function start() {
+function start(sentence = "") {
   if (!engine.works && !restart()) return;
-  say(aboutWork(state.settings, pointsOf(state.settings)));
+  say(sentence || aboutWork(state.settings, pointsOf(state.settings)));
   state.running = true;
   engine.tell("run");
   refresh();
@@ -128,18 +128,11 @@ function pause() {
 }
 
 element("start").addEventListener("click", () => (state.running ? pause() : start()));
-element("once").addEventListener("click", () => {
-  if (!engine.works && !restart()) return;
-  state.running = false;
-  engine.tell("once");
-  refresh();
-});
 element("reset").addEventListener("click", () => {
   state.running = false;
   restart();
 });
 for (const side of BOTH) {
-  element(side).addEventListener("change", () => restart());
   element(`${side}-download`).addEventListener("click", async () => {
     if (!engine.works) {
       say("There is no network to download yet; press Start first.");
@@ -229,10 +222,9 @@ function takeNetwork({ name, bytes, found }) {
   if (fault) throw new Error(`${name} does not fit this page: ${fault}`);
   const side = network === "mlp" ? "right" : "left";
   settings[side] = network;
-  state.running = false;
   writeInputs(settings);
   state.opened = { bytes, side, settings };
-  restart(`${name} is on the ${side}, as it was saved; Start trains it further.`);
+  restart(`${name} is on the ${side}, as it was saved, and learns on.`);
 }
 
 element("file").addEventListener("change", ({ target }) => {
@@ -240,7 +232,11 @@ element("file").addEventListener("change", ({ target }) => {
   target.value = "";
 });
 listenForDrops(take);
-listenForHands(() => {
+listenForHands((moved) => {
+  if (moved) {
+    engine.tell("move", moved);
+    return;
+  }
   if (!engine.works || !state.drawn.both) {
     restart();
     return;
@@ -255,8 +251,7 @@ function takeLink() {
   if (drawn) state.drawn = drawn;
   if (settings.data in NOISE && settings.noise === undefined) settings.noise = NOISE[settings.data];
   writeInputs(settings);
-  state.running = false;
-  restart(fault);
+  if (restart(fault)) start(fault);
 }
 
 addEventListener("hashchange", () => {

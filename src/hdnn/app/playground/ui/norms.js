@@ -1,5 +1,5 @@
-// norm(dy_N/dy_j) of every layer: bands over samples, the line at 1, and a strip that goes dark.
-import { colours, mixed, prepared, rgb, stroke, text } from "./canvas.js";
+// norm(dy_N/dy_j) of every layer: bands over samples, and the line at 1.
+import { colours, prepared, rgb, stroke, text } from "./canvas.js";
 import { brief, largest, least } from "./numbers.js";
 
 const LOWEST = -10; // powers of ten that are drawn; what is smaller lies at the bottom
@@ -41,24 +41,6 @@ export function drawNorms(canvas, sides, marked) {
 export function layerAt(canvas, px, layers) {
   const inside = canvas.clientWidth - MARGIN.left - MARGIN.right;
   return Math.max(0, Math.min(layers - 1, Math.floor(((px - MARGIN.left) / inside) * layers)));
-}
-
-// The smallest norm of each layer as a row of cells: bright where it is 1 or more, dark where it is gone.
-export function drawStrip(canvas, name, norms) {
-  const { context, width, height } = prepared(canvas);
-  const c = colours();
-  const [bright, dark] = [rgb(c[name]), rgb(c.dark)];
-  const layers = norms ? norms.min.length : 0;
-  for (let j = 0; j < layers; j++) {
-    const power = norms.min[j] > 0 ? Math.log10(norms.min[j]) : LOWEST;
-    const gone = Math.min(1, Math.max(0, power / LOWEST));
-    context.fillStyle = `rgb(${mixed(bright, dark, gone ** 0.7)})`;
-    context.fillRect((width * j) / layers, 0, width / layers + 0.6, height);
-  }
-  if (!layers) {
-    context.fillStyle = c.grid;
-    context.fillRect(0, 0, width, height);
-  }
 }
 
 export function aboutNorms(title, norms) {

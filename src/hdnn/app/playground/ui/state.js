@@ -29,5 +29,5 @@ export function element(id) {
 
 export function titleOf(side) {
   const select = element(side);
-  return select.options[select.selectedIndex].text.replace(/ \(.*/, "");
+  return select.options[select.selectedIndex].text;
 }

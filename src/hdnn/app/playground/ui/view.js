@@ -1,14 +1,15 @@
 // All that is drawn and written, from the state alone.
 import { forgetColours } from "./canvas.js";
 import { drawCurve } from "./curves.js";
-import { aboutNorms, drawNorms, drawStrip } from "./norms.js";
-import { brief, least, normText, percent, whole } from "./numbers.js";
+import { aboutNorms, drawNorms } from "./norms.js";
+import { brief, normText, percent, whole } from "./numbers.js";
 import { drawRegions } from "./regions.js";
 import { BOTH, element, state, titleOf } from "./state.js";
 import { scalingCode } from "./table.js";
 
+const NOT_IN_PYTHON = ["residual", "prenorm"];
 const QUIET = 1500; // ms between two changes of the texts that stand for pictures
-const FAIR = " With 8 layers and a rate of 0.01 it learns as well.";
+const SHALLOW = " With 8 layers and a rate of 0.01 it learns as well.";
 let asked = false;
 let described = 0;
 
@@ -43,7 +44,6 @@ function draw() {
       cross: state.cross,
       hint: settings && settings.data === "drawn" && !state.drawn.t.length ? "Draw points here" : "",
     });
-    drawStrip(element(`${side}-strip`), side, found && found.norms);
     writeFigures(side, found);
   }
   const sides = BOTH.map((name) => ({ name, norms: picture && picture[name].norms }));
@@ -57,12 +57,17 @@ function draw() {
 
 function writeFigures(side, found) {
   element(`${side}-accuracy`).textContent = found ? percent(found.accuracy) : "–";
-  element(`${side}-loss`).textContent = found ? brief(found.loss) : "–";
-  element(`${side}-smallest`).textContent = found ? normText(least(found.norms.min)) : "–";
+  const reach = found ? found.norms.min[0] : NaN;
+  element(`${side}-reach`).textContent = found ? `× ${normText(reach)}` : "–";
+  const bar = element(`${side}-bar`);
+  bar.firstElementChild.style.width = `${100 * Math.min(1, reach || 0)}%`;
+  bar.setAttribute("aria-valuenow", String(Math.min(1, reach || 0)));
   const promise = state.promises[side];
   element(`${side}-theorem`).textContent = promise
-    ? `Proved: ${promise.replace(">=", "≥")}.`
-    : `Nothing is promised of its gradients.${state.settings && state.settings[side] === "mlp" ? FAIR : ""}`;
+    ? `${titleOf(side)}: ${promise.replace(">=", "≥")}. That is proved.`
+    : `${titleOf(side)}: nothing is promised.${state.settings && state.settings[side] === "mlp" ? SHALLOW : ""}`;
+  element(`${side}-name`).textContent = titleOf(side);
+  element(`${side}-download`).hidden = NOT_IN_PYTHON.includes(state.settings && state.settings[side]);
   element(`key-${side}`).textContent = titleOf(side);
 }
 
@@ -70,7 +75,6 @@ function writeStatus() {
   const { picture, counts, running, settings } = state;
   if (!settings) return;
   element("depth").textContent = `${settings.layers} layer${settings.layers === 1 ? "" : "s"}`;
-  for (const last of document.querySelectorAll(".ends .last")) last.textContent = `layer ${settings.layers - 1}`;
   element("file-name").textContent = `${settings.left}-${settings.layers}.safetensors`;
   element("scaling").textContent = settings.data === "csv" ? scalingCode(state.units) : "";
   element("start").textContent = running ? "Pause" : "Start";
@@ -99,7 +103,7 @@ function writeReadings() {
     const said = BOTH.map((side) => `${titleOf(side)} ${percent(picture[side].grid[cell])}`);
     element("regions-read").textContent = `At ${at}, class 1 has probability: ${said.join(", ")}`;
   } else {
-    element("regions-read").textContent = "Point at a picture for its numbers; arrow keys do the same.";
+    element("regions-read").textContent = "Point at a picture for its numbers; arrow keys do the same. Drag a point to move it.";
   }
   const norms = picture && layer !== null && layer < picture.left.norms.min.length;
   element("norms-read").textContent = norms
@@ -132,7 +136,6 @@ function describe() {
     const title = titleOf(side);
     const figures = found ? `accuracy ${percent(found.accuracy)}, loss ${brief(found.loss)}` : "not trained yet";
     element(`${side}-regions`).setAttribute("aria-label", `Decision regions of ${title} with ${settings.layers} layers: ${figures}.`);
-    element(`${side}-strip`).setAttribute("aria-label", `Brightness of layers. ${aboutNorms(title, found && found.norms)}`);
   }
   const about = BOTH.map((side) => aboutNorms(titleOf(side), picture && picture[side].norms));
   element("norms").setAttribute("aria-label", `Norms of dy_N/dy_j against the layer j, with a line at 1. ${about.join(" ")}`);
