@@ -17,10 +17,7 @@ from mkdocs.structure.pages import Page
 from hdnn.app import play
 
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-FRAME = """
-<p><a href="playground.html">Open the playground by itself</a></p>
-<iframe class="playground" src="playground.html" title="The playground, in a frame"></iframe>
-"""
+HOME = '<p class="small"><a href="index.html">hdnn: documentation</a></p>'
 PLACES = {**PAGES, "README.md": "index.md"}
 LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\(([^()\s]+)\)")
 
@@ -31,7 +28,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(
             File.generated(config, page, abs_src_path=str(root / source))
         )
-    files.append(File.generated(config, "playground.html", content=play.page()))
     return files
 
 
@@ -42,11 +38,16 @@ def on_page_markdown(
         page.file.src_uri, f"docs/{page.file.src_uri}"
     )
     root = Path(config.config_file_path).parent
-    if page.file.src_uri == "play.md":
-        markdown += FRAME
     return LINK.sub(
         lambda link: moved(link, here, page.file.src_uri, root), markdown
     )
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """The playground takes the whole of its page."""
+    if page.file.src_uri != "play.md":
+        return output
+    return play.page().replace("<header>", f"<header>{HOME}", 1)
 
 
 def moved(link: re.Match[str], here: str, page: str, root: Path) -> str:
