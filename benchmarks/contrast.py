@@ -77,7 +77,7 @@ def scaled_norm(n: int, depth: int) -> list[Layer]:
     norm = nn.LayerNorm(n)
     branches = [branch(n) for _ in range(depth)]
     return [
-        lambda y, F=F, s=math.sqrt(j): y + F(norm(y) / s)
+        lambda y, F=F, j=j: y + F(norm(y) / math.sqrt(j))
         for j, F in enumerate(branches, start=1)
     ]
 
