@@ -66,7 +66,7 @@ def test_no_example_is_written_so_that_it_would_not_be_run(page: Path):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 90
     assert all(
         len(example.splitlines()) <= 12
         for example in examples(ROOT / "README.md")
