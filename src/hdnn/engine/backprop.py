@@ -1,8 +1,9 @@
 """What the backward pass starts from: stored states, checkpoints, or the last state alone.
 
-Each method runs a stack forwards (`last`: y_N alone; `forward`: with what must be saved) and
-backwards, by any kernel. What is saved is never y_N itself, so changing y_N in place changes no
-gradient.
+A kernel runs a stack: `forward(y, tensors, save)` gives y_N and, with `save`, what
+`backward(y, saved, g, tensors)` needs besides y_0. A kernel by itself is "stored"; the other
+methods are kernels that are made of kernels for fewer layers. What is saved is never y_N itself,
+so changing y_N in place changes no gradient.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ ADVICE = (
 
 
 class Definition:
-    """The plain loop as a kernel: it saves y_0 and lets autograd do the rest."""
+    """The plain loop as a kernel: autograd does the rest."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
 
     def forward(
-        self, y: Tensor, tensors: Tensors, keep: bool
+        self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         with torch.no_grad():
             out = self._run(y, tensors)
-        return out, y.clone() if keep else None
+        return out, y.new_empty(0) if save else None
 
     def backward(
-        self, saved: Tensor, g: Tensor, tensors: Tensors
+        self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
     ) -> list[Tensor | None]:
-        inputs = [saved, *tensors]
+        inputs = [y, *tensors]
         leaves = [
             None if t is None else t.detach().requires_grad_() for t in inputs
         ]
@@ -67,8 +68,13 @@ class Definition:
         )
 
 
-class Stored:
-    """All that the backward pass needs of each layer is saved by the kernel."""
+def stored(stack: Stack, make: Callable[[Stack], Any]) -> Any:
+    """The kernel itself saves what the backward pass needs of each layer."""
+    return make(stack)
+
+
+class Segments:
+    """A stack in segments of some layers, each by a kernel of its own."""
 
     def __init__(self, stack: Stack, make: Callable[[Stack], Any]) -> None:
         self.stack = stack
@@ -85,20 +91,6 @@ class Stored:
             )
         return self.kernels[key]
 
-    def last(self, y: Tensor, tensors: Tensors) -> Tensor:
-        """y_N from y_0 (B, n)."""
-        return self.kernel(self.stack.layers).forward(y, tensors, False)[0]
-
-    def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """y_N, and what the backward pass needs besides y_0."""
-        return self.kernel(self.stack.layers).forward(y, tensors, True)
-
-    def backward(
-        self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
-    ) -> list[Any]:
-        """The gradients of y_0 and of all tensors."""
-        return self.kernel(self.stack.layers).backward(saved, g, tensors)
-
     def spans(self) -> list[slice]:
         """The layers of each segment, in the order in which they run."""
         bounds = self.bounds(self.stack.layers)
@@ -110,7 +102,7 @@ class Stored:
     @staticmethod
     def bounds(N: int) -> list[tuple[int, int]]:
         """Where segments begin and end, counted as layers run."""
-        return [(0, N)]
+        raise NotImplementedError
 
     def again(
         self,
@@ -126,9 +118,9 @@ class Stored:
         """
         part = cut(tensors, span)
         kernel = self.kernel(span.stop - span.start)
-        end, saved = kernel.forward(y, part, True)
-        g, *found = kernel.backward(saved, g, part)
-        for k, grad in enumerate(found):
+        end, saved = kernel.forward(y, part)
+        g, *others = kernel.backward(y, saved, g, part)
+        for k, grad in enumerate(others):
             if grad is not None:
                 if grads[k] is None:
                     grads[k] = torch.empty_like(tensors[k])  # pyright: ignore[reportArgumentType]
@@ -136,27 +128,23 @@ class Stored:
         return end, g
 
 
-class Checkpoint(Stored):
+class Checkpoint(Segments):
     """The state is saved once every sqrt(N) layers; those between run a second time."""
 
     @staticmethod
     def bounds(N: int) -> list[tuple[int, int]]:
         return segments(0, N, max(1, math.isqrt(N)))
 
-    def last(self, y: Tensor, tensors: Tensors) -> Tensor:
-        for span in self.spans():
-            kernel = self.kernel(span.stop - span.start)
-            y = kernel.forward(y, cut(tensors, span), False)[0]
-        return y
-
-    def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, y: Tensor, tensors: Tensors, save: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         spans = self.spans()
-        saved = y.new_empty(len(spans) - 1, *y.shape)
+        saved = y.new_empty(len(spans) - 1, *y.shape) if save else None
         for k, span in enumerate(spans):
-            if k:
+            if k and saved is not None:
                 saved[k - 1] = y
             kernel = self.kernel(span.stop - span.start)
-            y = kernel.forward(y, cut(tensors, span), False)[0]
+            y, _ = kernel.forward(y, cut(tensors, span), False)
         return y, saved
 
     def backward(
@@ -171,7 +159,7 @@ class Checkpoint(Stored):
         return [g, *grads]
 
 
-class Reversible(Stored):
+class Rebuilt(Segments):
     """Only y_N is saved; the layers are undone, a few at a time, down to y_1.
 
     That is compared with the true y_1. The first layer reads y_0 itself: what is 0 there stays 0.
@@ -181,9 +169,12 @@ class Reversible(Stored):
     def bounds(N: int) -> list[tuple[int, int]]:
         return [(0, 1), *segments(1, N, UNDONE)]
 
-    def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        y_N = self.last(y, tensors)
-        return y_N, y_N.clone()
+    def forward(
+        self, y: Tensor, tensors: Tensors, save: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        kernel = self.kernel(self.stack.layers)
+        y_N, _ = kernel.forward(y, tensors, False)
+        return y_N, y_N.clone() if save else None
 
     def backward(
         self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
@@ -193,13 +184,13 @@ class Reversible(Stored):
         state = saved
         for span in reversed(others):
             kernel = self.kernel(span.stop - span.start, undo=True)
-            state = kernel.forward(state, cut(tensors, span), False)[0]
+            state, _ = kernel.forward(state, cut(tensors, span), False)
             _, g = self.again(state, g, tensors, span, grads)
         y_1, g = self.again(y, g, tensors, first, grads)
         return check_drift(drift(y_1, state, saved), [g, *grads])
 
 
-METHODS = {"stored": Stored, "checkpoint": Checkpoint, "reversible": Reversible}
+METHODS = {"stored": stored, "checkpoint": Checkpoint, "reversible": Rebuilt}
 
 
 def segments(start: int, end: int, size: int) -> list[tuple[int, int]]:

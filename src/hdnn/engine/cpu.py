@@ -15,6 +15,7 @@ import ctypes
 import math
 import os
 import threading
+import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +32,7 @@ from numba.extending import intrinsic, overload
 from numba.np.unsafe.ndarray import to_fixed_tuple
 from torch import Tensor
 
-from hdnn.engine import memory
-from hdnn.engine.memory import Stack, Tensors
+from hdnn.engine.memory import Stack, Tensors, machine_bytes
 
 DTYPES = {torch.float32: numba.float32, torch.float64: numba.float64}
 LONGEST = (
@@ -424,6 +424,40 @@ ROWS, WEIGHTS, SUMS, PLACES = (
 SAME, NONE = -2, -1  # in the place of the gradient of V
 
 
+# Buffers that are used again
+
+
+LARGE = 2**20  # bytes; smaller blocks stay with the C library
+_free: dict[int, list[Tensor]] = {}
+
+
+def buffer(count: int, dtype: torch.dtype) -> Tensor:
+    """A vector on the CPU with any values; large ones reuse memory that nobody holds any more.
+
+    The system maps new memory page by page, which can take longer than the layers themselves.
+    """
+    size = count * dtype.itemsize
+    if size < LARGE:
+        return torch.empty(count, dtype=dtype, device="cpu")
+    size = -(-size // LARGE) * LARGE
+    buffers = _free.setdefault(size, [])
+    try:
+        memory = buffers.pop()
+    except IndexError:
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+    array = memory.numpy()  # lives as long as any tensor in it
+    weakref.finalize(array, _release, memory).atexit = False
+    return torch.from_numpy(array).view(dtype)[:count]
+
+
+def _release(memory: Tensor) -> None:
+    """Keep a buffer for the next call with the same size, up to 1/32 of the memory in all."""
+    total = sum(size * len(buffers) for size, buffers in list(_free.items()))
+    if total + len(memory) > machine_bytes() / 32:
+        _free.clear()
+    _free.setdefault(len(memory), []).append(memory)
+
+
 # Around the kernels
 
 
@@ -456,23 +490,24 @@ class Kernel:
         self.saved_size = saved_size(stack)
 
     def forward(
-        self, y: Tensor, tensors: Tensors, keep: bool
+        self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """y_N from y_0 (B, n) and, with `keep`, what `backward` needs of the states."""
-        saved = memory.empty(self.saved_size, y.dtype) if keep else None
+        """y_N from y_0 (B, n) and, with `save`, what `backward` needs of the states."""
+        saved = buffer(self.saved_size, y.dtype) if save else None
         out = torch.empty_like(y)
-        self._run("forward", 2, y, out, saved, tensors, ())
+        groups = self._groups(2)
+        self._run("forward", groups, y, out, saved, tensors, ())
         return out, saved
 
     def backward(
-        self, saved: Tensor, g: Tensor, tensors: Tensors
+        self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
     ) -> list[Tensor | None]:
         """The gradients of y_0 and of all tensors, from that of y_N."""
         groups = self._groups(4)
         sums = torch.zeros(groups, self.stack.size, dtype=g.dtype)
         out = torch.empty_like(g)
         where = (sums.data_ptr(), self.stack.size, *self.places)
-        self._run("backward", 4, g, out, saved, tensors, where)
+        self._run("backward", groups, g, out, saved, tensors, where)
         total = sums.view(-1) if groups == 1 else sums.sum(0)
         return [out, *self.stack.gradients(total)]
 
@@ -484,14 +519,13 @@ class Kernel:
     def _run(
         self,
         name: str,
-        factor: int,
+        groups: int,
         x: Tensor,
         out: Tensor,
         saved: Tensor | None,
         tensors: Tensors,
         where: tuple[int, ...],
     ) -> None:
-        groups = self._groups(factor)
         scratch = torch.empty(groups * self.room, dtype=x.dtype)
         states = (
             x.data_ptr(),
@@ -517,7 +551,12 @@ class Kernel:
         args += where
         packed = array("q", args)
         packed.extend([0] * (COUNT - len(args)))
-        start(compiled(name, self.stack.dtype), packed.buffer_info()[0], groups)
+        kernel = compiled(name, self.stack.dtype)
+        address = packed.buffer_info()[0]
+        if groups == 1:
+            kernel(address)
+        else:
+            run_together(kernel, address, groups)
 
 
 def tiling(samples: int) -> tuple[int, int]:
@@ -562,11 +601,9 @@ def _compile(function: Any, dtype: torch.dtype, cache: bool) -> Any:
 _compiling = threading.RLock()
 
 
-def start(kernel: Any, address: int, threads: int) -> None:
+def run_together(kernel: Any, address: int, threads: int) -> None:
     """Call a kernel from so many threads at once."""
-    if threads == 1:
-        kernel(address)
-    elif openmp() is not None:
+    if openmp() is not None:
         openmp()(kernel, address, threads, 0)
     else:
         others = [pool().submit(kernel, address) for _ in range(threads - 1)]

@@ -564,21 +564,21 @@ class Kernel:
         }
 
     def forward(
-        self, y: Tensor, tensors: Tensors, keep: bool
+        self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """y_N from y_0 (B, n) and, with `keep`, what `backward` needs of the states."""
-        kept = y.new_empty(saved_size(self.stack)) if keep else None
+        """y_N from y_0 (B, n) and, with `save`, what `backward` needs of the states."""
+        kept = y.new_empty(saved_size(self.stack)) if save else None
         if self.stack.samples == 0 or self.stack.layers == 0:
             return y.clone(), kept
         out = torch.empty_like(y)
         tiles, options = self._tiles(False)
         states = (y, out, out if kept is None else kept)
         args = (*states, *self._weights(tensors), *self.sizes)
-        self._launch(forward_kernel, tiles, args, KEEP=keep, **options)
+        self._launch(forward_kernel, tiles, args, KEEP=save, **options)
         return out, kept
 
     def backward(
-        self, saved: Tensor, g: Tensor, tensors: Tensors
+        self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
     ) -> list[Tensor | None]:
         """The gradients of y_0 and of all tensors, from that of y_N."""
         stack = self.stack

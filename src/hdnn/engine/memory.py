@@ -1,10 +1,9 @@
-"""The sizes of a stack of layers, where its gradients lie, and buffers that are used again."""
+"""The sizes of a stack of layers, and where its gradients lie."""
 
 from __future__ import annotations
 
 import math
 import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,37 +105,6 @@ class Stack:
     def forces(self, tensors: Sequence[Tensor | None]) -> list[Force]:
         """The weights as `hdnn.schemes` takes them."""
         return [Force(*tensors[k : k + 3]) for k in range(1, len(tensors), 3)]  # pyright: ignore[reportArgumentType]
-
-
-LARGE = 2**20  # bytes; smaller blocks stay with the C library
-_free: dict[int, list[Tensor]] = {}
-
-
-def empty(count: int, dtype: torch.dtype) -> Tensor:
-    """A vector on the CPU with any values; large ones reuse memory that nobody holds any more.
-
-    The system maps new memory page by page, which can take longer than the layers themselves.
-    """
-    size = count * dtype.itemsize
-    if size < LARGE:
-        return torch.empty(count, dtype=dtype, device="cpu")
-    size = -(-size // LARGE) * LARGE
-    buffers = _free.setdefault(size, [])
-    try:
-        buffer = buffers.pop()
-    except IndexError:
-        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-    array = buffer.numpy()  # lives as long as any tensor in it
-    weakref.finalize(array, _release, buffer).atexit = False
-    return torch.from_numpy(array).view(dtype)[:count]
-
-
-def _release(buffer: Tensor) -> None:
-    """Keep a buffer for the next call with the same size, up to 1/32 of the memory in all."""
-    total = sum(size * len(buffers) for size, buffers in list(_free.items()))
-    if total + len(buffer) > machine_bytes() / 32:
-        _free.clear()
-    _free.setdefault(len(buffer), []).append(buffer)
 
 
 def machine_bytes() -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ from torch.autograd.forward_ad import unpack_dual
 
 from hdnn import activations, schemes
 from hdnn.activations import Activation
-from hdnn.engine.backprop import METHODS, Checkpoint, Definition, Stored
+from hdnn.engine.backprop import METHODS, Checkpoint, Definition
 from hdnn.engine.memory import Stack, device_bytes
-from hdnn.engine.settings import Settings, current
+from hdnn.engine.settings import Settings, current, in_force
 from hdnn.errors import MissingExtraError, OptionError
 from hdnn.schemes import Force, Scheme
 
@@ -58,6 +59,8 @@ WIDEST = (
 )
 SHARE = 32  # stored states take at most this part of the memory: one in so many
 REMEMBERED = 1024
+
+UNCHANGED = nullcontext()
 
 _plans: dict[Any, Plan] = {}
 
@@ -105,7 +108,9 @@ def run(
     call = Call(scheme, y, forces, h, sigma, inverse)
     if torch.compiler.is_compiling():
         return _traced(call, engine, backprop)
-    settings = current(engine, backprop)
+    settings = in_force.get()
+    if engine is not None or backprop is not None:
+        settings = current(engine, backprop)
     key = _key(settings, call)
     plan = _plans.get(key)
     if plan is None:
@@ -177,11 +182,17 @@ class Plan:
             if isinstance(h, Tensor)
             else self._constant(h, len(forces[0].K), y.device)
         )
-        self.method = None
+        precision = matmul_precision(settings, y.dtype)
+        self.how = (fused, replace(settings, precision=precision))
+        self.stack: Stack | None = None  # if the definition runs
         if fused or settings.backprop in ("checkpoint", "reversible"):
-            precision = matmul_precision(settings, y.dtype)
-            settings = replace(settings, precision=precision)
-            self.method = method(describe(call, self.dtype), fused, settings)
+            self.stack = describe(call, self.dtype)
+            backprop_of(self.stack, fused, settings.backprop)  # may refuse
+
+    @cached_property
+    def method(self) -> Any:
+        """What runs the stack; made outside of transforms, whose tensors have no memory."""
+        return None if self.stack is None else method(self.stack, *self.how)
 
     def _constant(self, h: float, layers: int, device: torch.device) -> Tensor:
         with torch.inference_mode(
@@ -195,38 +206,31 @@ class Plan:
         tensors: list[Any] = [h if self.h is None else self.h]
         for force in forces:
             tensors += force
-        if self.method is None or not all_in_memory(y, tensors):
+        if self.stack is None or not all_in_memory(y, tensors):
             return self.definition(y, forces, h)
-        if not self.convert:
-            return self._run(self.method, y, tensors)
-        with torch.autocast(y.device.type, enabled=False):
-            tensors = [None if t is None else t.to(self.dtype) for t in tensors]
-            return self._run(self.method, y.to(self.dtype), tensors).to(y.dtype)
+        learns = y.requires_grad
+        with self._without_autocast(y) if self.convert else UNCHANGED:
+            state = y.to(self.dtype).reshape(-1, y.shape[-1]).contiguous()
+            for k, t in enumerate(tensors):
+                if t is not None:
+                    tensors[k] = t.to(self.dtype).contiguous()
+                    learns = learns or t.requires_grad
+            if self.h is None:
+                steps = tensors[0].expand(self.stack.layers)
+                tensors[0] = steps.contiguous()
+            if learns and torch.is_grad_enabled():
+                try:
+                    y_N: Any = StackFunction.apply(self.method, state, *tensors)
+                except RuntimeError as error:
+                    if "setup_context" not in str(error):
+                        raise
+                    return self.definition(y, forces, h)  # in a transform
+            else:
+                y_N, _ = self.method.forward(state, tuple(tensors), False)
+            return y_N.view(y.shape).to(y.dtype)
 
-    def _run(self, method: Stored, y: Tensor, tensors: list[Any]) -> Tensor:
-        shape = y.shape
-        if len(shape) != 2:
-            y = y.reshape(-1, shape[-1])
-        if self.h is None:
-            tensors[0] = tensors[0].to(y.dtype).expand(method.stack.layers)
-        y = y.contiguous()
-        tensors = [None if t is None else t.contiguous() for t in tensors]
-        if torch.is_grad_enabled():
-            for t in (y, *tensors):
-                if t is not None and t.requires_grad:
-                    return _apply(method, y, tensors).view(shape)
-        return method.last(y, tuple(tensors)).view(shape)
-
-
-def _apply(method: Stored, y: Tensor, tensors: list[Any]) -> Tensor:
-    try:
-        return StackFunction.apply(method, y, *tensors)  # pyright: ignore[reportReturnType]
-    except RuntimeError as error:
-        if "setup_context" not in str(error):
-            raise
-        return definition(
-            method.stack, y, *tensors
-        )  # inside a transform of other tensors
+    def _without_autocast(self, y: Tensor) -> Any:
+        return torch.autocast(y.device.type, enabled=False)
 
 
 def all_in_memory(y: Tensor, tensors: Sequence[Tensor | None]) -> bool:
@@ -367,7 +371,7 @@ def backprop_of(stack: Stack, fused: bool, backprop: str) -> str:
 
 
 @lru_cache(maxsize=REMEMBERED)
-def method(stack: Stack, fused: bool, settings: Settings) -> Stored:
+def method(stack: Stack, fused: bool, settings: Settings) -> Any:
     """The kernels of a stack, and what their backward pass starts from."""
     backprop = backprop_of(stack, fused, settings.backprop)
     make: Callable[[Stack], Any] = Definition
@@ -394,7 +398,7 @@ class StackFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, method: Stored, y: Tensor, *tensors: Tensor | None
+        ctx: Any, method: Any, y: Tensor, *tensors: Tensor | None
     ) -> Tensor:
         y_N, saved = method.forward(y, tensors)
         ctx.method = method
@@ -416,7 +420,7 @@ def definition(stack: Stack, y: Any, *tensors: Any) -> Tensor:
 
 
 def gradients(
-    method: Stored,
+    method: Any,
     y: Tensor,
     saved: Tensor,
     g: Tensor,

@@ -41,12 +41,12 @@ class Settings:
 
 
 DEFAULT = Settings()
-_current: ContextVar[Settings] = ContextVar("hdnn_engine", default=DEFAULT)
+in_force: ContextVar[Settings] = ContextVar("hdnn_engine", default=DEFAULT)
 
 
 def current(engine: str | None = None, backprop: str | None = None) -> Settings:
     """The settings in force; arguments that are not None take precedence."""
-    settings = _current.get()
+    settings = in_force.get()
     if engine is not None:
         settings = replace(settings, engine=engine)
     if backprop is not None:
@@ -77,8 +77,8 @@ def use(**options: Any) -> Iterator[Settings]:
         choose(
             "engine option", name, [field.name for field in fields(Settings)]
         )
-    token = _current.set(replace(_current.get(), **options))
+    token = in_force.set(replace(in_force.get(), **options))
     try:
-        yield _current.get()
+        yield in_force.get()
     finally:
-        _current.reset(token)
+        in_force.reset(token)

@@ -106,10 +106,10 @@ class Kernel:
         self.replay = Replay()
 
     def forward(
-        self, y: Tensor, tensors: Tensors, keep: bool
+        self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """y_N from y_0 (B, n) and, with `keep`, what `backward` needs of the states."""
-        saved = y.new_empty(saved_size(self.stack)) if keep else None
+        """y_N from y_0 (B, n) and, with `save`, what `backward` needs of the states."""
+        saved = y.new_empty(saved_size(self.stack)) if save else None
         out = torch.empty_like(y)
         states, inner = self._room(y, saved)
         z = self._new(y, 1, self.factor)[0]
@@ -120,14 +120,14 @@ class Kernel:
             now = self._begin(y, states)
             for s, (half, j, fraction) in enumerate(self.stack.order):
                 K, b, V = weights[half]
-                a = self._view(inner[s if keep else 0], half)
+                a = self._view(inner[s if save else 0], half)
                 value = self._view(z, half)
                 self._product(now[half], K[j].mT, a)
                 self._pointwise(
                     value_kernel, half, a, b[j], value, h[j:], fraction
                 )
                 to = self._moved(half)
-                place = states[self.parts + s] if keep else now[to]
+                place = states[self.parts + s] if save else now[to]
                 now[to] = self._add(now[to], value, V[j], place)
             torch.cat(now, -1, out=out)
 
@@ -140,11 +140,11 @@ class Kernel:
             h,
             *[t for force in weights for t in force],
         ]
-        self._run("forward" if keep else "last", launch, used)
+        self._run("forward" if save else "last", launch, used)
         return out, saved
 
     def backward(
-        self, saved: Tensor, g: Tensor, tensors: Tensors
+        self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
     ) -> list[Tensor | None]:
         """The gradients of y_0 and of all tensors, from that of y_N."""
         stack = self.stack

@@ -361,7 +361,24 @@ class Network(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         """The last state from the first, both `(*batch, n)`."""
-        return self._run(y)
+        self._check_features(y)
+        return functional.run(
+            self.scheme,
+            y,
+            self.forces(),
+            getattr(self, "h", 1.0),
+            activation=self.activation,
+            engine=None if self.engine == "auto" else self.engine,
+            backprop=None if self.backprop == "auto" else self.backprop,
+        )
+
+    def _check_features(self, y: Tensor) -> None:
+        if isinstance(y, Tensor) and y.ndim and y.shape[-1] != self.features:
+            raise ShapeError(
+                f"{type(self).__name__} takes y of shape (*batch, {self.features}), but got "
+                f"{tuple(y.shape)}; augment the features (hdnn.heads.Augment) or make the network "
+                f"with features={y.shape[-1]}."
+            )
 
     def trajectory(self, y: Tensor) -> Tensor:
         """All states, `y_0` to `y_N`: `(N+1, *batch, n)`."""
@@ -401,24 +418,16 @@ class Network(nn.Module):
         return torch.stack(states) if trajectory else states[-1]
 
     def _run(
-        self, y: Tensor, layers: slice | None = None, **options: Any
+        self, y: Tensor, layers: slice = slice(None), **options: Any
     ) -> Tensor:
-        if isinstance(y, Tensor) and y.ndim and y.shape[-1] != self.features:
-            raise ShapeError(
-                f"{type(self).__name__} takes y of shape (*batch, {self.features}), but got "
-                f"{tuple(y.shape)}; augment the features (hdnn.heads.Augment) or make the network "
-                f"with features={y.shape[-1]}."
-            )
-        forces = self.forces()
+        """Some layers alone, or a run with other options."""
+        self._check_features(y)
         h: Any = getattr(self, "h", 1.0)
-        if layers is not None:
-            forces = _sliced(forces, layers)
-            h = h if isinstance(h, float) else h[layers]
         return functional.run(
             self.scheme,
             y,
-            forces,
-            h,
+            _sliced(self.forces(), layers),
+            h if isinstance(h, float) else h[layers],
             activation=self.activation,
             engine=None if self.engine == "auto" else self.engine,
             backprop=None if self.backprop == "auto" else self.backprop,
