@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hdnn import activations
 from hdnn.engine import current, rebuild
+from hdnn.engine.memory import device_bytes
 from hdnn.engine.rebuild import Half, Move
 from hdnn.errors import (
     OptionError,
@@ -334,7 +335,7 @@ class HamiltonianUnit(nn.Module):
         dtype = self._working_dtype(y)
         with torch.autocast(y.device.type, enabled=False):
             moves = self._moves(dtype, self._factors(y), counts=True)
-            halves = rebuild.run(self._halves(y), moves, (), {}, backprop)
+            halves = rebuild.run(self._halves(y), moves, backprop)
             y_N = self._joined(y, halves)
         return y_N if self.after is None else self.after(y_N)
 
@@ -373,9 +374,7 @@ class HamiltonianUnit(nn.Module):
             halves = self._halves(y)
             states = [y]
             for j in range(self.layers)[layers]:
-                halves = rebuild.run(
-                    halves, moves[each * j : each * (j + 1)], (), {}
-                )
+                halves = rebuild.run(halves, moves[each * j : each * (j + 1)])
                 states.append(self._joined(y, halves))
         return torch.stack(states) if trajectory else states[-1]
 
@@ -401,7 +400,7 @@ class HamiltonianUnit(nn.Module):
         dtype = self._working_dtype(y)
         with torch.autocast(y.device.type, enabled=False):
             return self._joined(
-                y, rebuild.undo(self._halves(y), self._moves(dtype), (), {})
+                y, rebuild.undo(self._halves(y), self._moves(dtype))
             )
 
     def _halves(self, y: Tensor) -> list[Half]:
@@ -544,7 +543,7 @@ class HamiltonianUnit(nn.Module):
             size = images * self.layers * y.numel() * y.dtype.itemsize
             backprop = (
                 "stored"
-                if size <= rebuild.memory_of(y.device) / 32
+                if size <= device_bytes(y.device) / 32
                 else "checkpoint"
             )
         return backprop

@@ -73,13 +73,15 @@ class Guarantee:
     why: str
 
 
-def unknown_reason(module: nn.Module) -> str | None:
+def unknown_reason(
+    module: nn.Module, names: Sequence[str] = COMPUTES
+) -> str | None:
     """Why the theorems on a module's class may not hold for it, or None.
 
     A subclass outside of hdnn that overrides what is computed may change values and gradients, and
     so may hooks, but for those of PyTorch itself.
     """
-    for name in COMPUTES:
+    for name in names:
         owner = next(
             (cls for cls in type(module).__mro__ if name in vars(cls)), object
         )
