@@ -169,7 +169,7 @@ class Network(nn.Module):
             )
         self.engine = engine
         self.backprop = backprop
-        self.step = _step_size(step, T, self.layers)
+        self.step = step_size(step, T, self.layers)
         self.learn_step = learn_step
         if tied and learn_step and isinstance(self.step, tuple):
             self._refuse("tied layers learn one step; give a single step or T.")
@@ -749,7 +749,7 @@ def _differentiated(net: Network, y: Tensor, j: int) -> Tensor:
     return torch.stack(columns, -1)
 
 
-def _step_size(
+def step_size(
     step: float | Sequence[float] | Tensor | None, T: float | None, layers: int
 ) -> float | tuple[float, ...]:
     """h from h itself, one a layer, or T with h = T/N."""
