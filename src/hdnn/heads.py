@@ -59,22 +59,15 @@ class Augment(nn.Module):
         super().__init__()
         self.inputs = positive_int("inputs", inputs)
         self.features = positive_int("features", features)
-        if features < inputs:
-            raise ShapeError(
-                f"{inputs} inputs do not fit into {features} features; take features >= {inputs}."
-            )
-        self.placement = (
-            placement
-            if isinstance(placement, str)
-            else [int(i) for i in placement]
+        self.placement: str | list[int] = (
+            placement if isinstance(placement, str) else list(placement)
         )
         positions = self._positions()
-        if len(set(positions)) != inputs or not set(positions) <= set(
-            range(features)
-        ):
+        places = set(positions) & set(range(features))
+        if len(places) != inputs:
             raise ShapeError(
-                f"placement must be {inputs} different positions in 0 .. {features - 1}, but got "
-                f"{positions}."
+                f"{inputs} inputs need as many different positions in 0 .. {features - 1}, but got "
+                f"{positions}; take features >= {inputs}."
             )
         self.register_buffer(
             "positions", torch.tensor(positions), persistent=False
@@ -490,26 +483,20 @@ class Model(nn.Module):
 
 
 def _check_width(who: str, x: Tensor, width: int) -> None:
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or x.shape[-1:] != (width,):
         raise ShapeError(
-            f"{who} as a torch.Tensor, but got {type(x).__name__}."
+            f"{who} as a torch.Tensor of shape (*batch, {width}), but got {_kind(x)}."
         )
-    if x.shape[-1:] != (width,):
-        raise ShapeError(
-            f"{who} of shape (*batch, {width}), but got {tuple(x.shape)}."
-        )
+
+
+def _kind(x: Any) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
 def _check_targets(t: Tensor, *shapes: torch.Size) -> None:
-    if not isinstance(t, Tensor):
+    if not isinstance(t, Tensor) or t.shape not in shapes:
+        names = [str(tuple(shape)) for shape in dict.fromkeys(shapes)]
         raise DataError(
-            f"targets (or labels) t must be a torch.Tensor, not {type(t).__name__}."
-        )
-    if t.shape not in shapes:
-        needed = " or ".join(
-            str(tuple(shape)) for shape in dict.fromkeys(shapes)
-        )
-        raise DataError(
-            f"targets (or labels) t have shape {tuple(t.shape)}, but {needed} is needed: one for "
-            "each score."
+            f"targets (or labels) t must be a torch.Tensor of shape {' or '.join(names)}, one for "
+            f"each score, but got {_kind(t)}."
         )
