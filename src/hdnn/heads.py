@@ -108,14 +108,6 @@ class Augment(nn.Module):
         zeros = x.new_zeros(*x.shape[:-1], self.features)
         return zeros.index_copy(-1, self.positions, x)
 
-    def config(self) -> dict[str, Any]:
-        """The arguments that make this augmentation again."""
-        return {
-            "inputs": self.inputs,
-            "features": self.features,
-            "placement": self.placement,
-        }
-
     def extra_repr(self) -> str:
         return f"{self.inputs} -> {self.features}, placement={self.placement!r}"
 
@@ -156,6 +148,8 @@ class LinearHead(nn.Module):
         torch.Size([10, 3])
     """
 
+    arguments = ("features", "outputs")
+
     def __init__(
         self,
         features: int,
@@ -187,16 +181,14 @@ class LinearHead(nn.Module):
         """
         if self.weight.is_meta:
             return
-        where = self.weight.device if generator is None else generator.device
         # In float32, so that a seed gives the same head in any dtype.
-        options: dict[str, Any] = {
-            "generator": generator,
-            "device": where,
-            "dtype": torch.float32,
-        }
-        self.weight.copy_(
-            self.features**-0.5 * torch.randn(self.weight.shape, **options)
+        draw = torch.randn(
+            self.weight.shape,
+            generator=generator,
+            device=(generator or self.weight).device,
+            dtype=torch.float32,
         )
+        self.weight.copy_(self.features**-0.5 * draw)
         self.bias.zero_()
 
     def forward(self, y: Tensor) -> Tensor:
@@ -213,7 +205,7 @@ class LinearHead(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """The arguments that make this head again."""
-        return {"features": self.features, "outputs": self.outputs}
+        return {name: getattr(self, name) for name in self.arguments}
 
     def extra_repr(self) -> str:
         return f"{self.features} -> {self.outputs}"
@@ -269,6 +261,8 @@ class SoftmaxHead(LinearHead):
         torch.Size([10])
     """
 
+    arguments = ("features", "classes")
+
     def __init__(self, features: int, classes: int, **options: Any) -> None:
         super().__init__(features, positive_int("classes", classes), **options)
         if classes < 2:
@@ -280,10 +274,6 @@ class SoftmaxHead(LinearHead):
     def classes(self) -> int:
         """The number of classes."""
         return self.outputs
-
-    def config(self) -> dict[str, Any]:
-        """The arguments that make this head again."""
-        return {"features": self.features, "classes": self.classes}
 
     def loss(self, scores: Tensor, t: Tensor) -> Tensor:
         """The cross-entropy.
@@ -329,14 +319,11 @@ class SigmoidHead(LinearHead):
         (torch.Size([10, 1]), torch.Size([10, 2]), torch.Size([10]))
     """
 
+    arguments = ("features",)
     classes = 2
 
     def __init__(self, features: int, **options: Any) -> None:
         super().__init__(features, 1, **options)
-
-    def config(self) -> dict[str, Any]:
-        """The arguments that make this head again."""
-        return {"features": self.features}
 
     def loss(self, scores: Tensor, t: Tensor) -> Tensor:
         """The binary cross-entropy.

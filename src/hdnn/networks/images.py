@@ -29,7 +29,6 @@ from hdnn.networks.network import (
     step_size,
     unknown_reason,
 )
-from hdnn.sparsity import Sparsity
 
 NORMS = ("none", "inside", "after", "both")
 MOMENTUM = 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
@@ -42,8 +41,8 @@ class HamiltonianUnit(nn.Module):
     """N layers of `y' = J K^T sigma(K y + b)` on images, with K a convolution.
 
     The first half of the channels is p, the second q. "h1" is forward Euler, with parameters K
-    (N, C, C/groups, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with `K_p`, `K_q`
-    (N, C/2, C/2/groups, k, k) and `b_p`, `b_q` (N, C/2). `guarantee()` says whether
+    (N, C, C, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with `K_p`, `K_q`
+    (N, C/2, C/2, k, k) and `b_p`, `b_q` (N, C/2). `guarantee()` says whether
     `norm(dy_N/dy_j) >= 1` holds with these options. `torch.compile` makes units fast on a GPU.
 
     Under autocast, or with weights in half precision, the state stays in float32 inside the unit
@@ -57,7 +56,6 @@ class HamiltonianUnit(nn.Module):
         step: h, a number or one for each layer; or give T instead.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.
         activation: sigma, the name of one of `hdnn.activations.names()`.
-        groups: into which the channels of K are split, as in `torch.nn.Conv2d`.
         padding: zeros around an image inside of K, by default k // 2; states have one shape for
             any.
         norm: "inside" puts batch normalisation between K y + b and sigma, "after" behind the unit,
@@ -72,15 +70,13 @@ class HamiltonianUnit(nn.Module):
         drop: the probability, one for all or one a layer, to leave a layer out for an image in
             training. If it is not left out, its step is h / (1 - drop), so that the mean step is h.
             The theorem holds for any steps, so it holds for these too.
-        sparsity: a pattern R (M, M), or a `hdnn.Sparsity` with it, over M nodes that each own a
-            group of channels of p and the same of q: K is zero between nodes that R does not link.
         init: "scaled" draws K from N(0, 1/fan-in) with b = 0; "paper" draws all from N(0, 1).
         generator: of the first weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
         device: of the weights; by default that of new tensors.
 
     Raises:
-        ShapeError: if the channels are odd or do not split into the groups or nodes.
+        ShapeError: if the channels are odd.
         OptionError: if a name or a number is not known, or two options exclude each other, such as
             "h1" and "reversible".
 
@@ -96,7 +92,6 @@ class HamiltonianUnit(nn.Module):
     """
 
     certified_at = "images"
-    free: Tensor | None  # the blocks of a sparse K that are not zero
 
     def __init__(
         self,
@@ -108,12 +103,10 @@ class HamiltonianUnit(nn.Module):
         step: float | Sequence[float] | None = None,
         T: float | None = None,
         activation: str = "relu",
-        groups: int = 1,
         padding: int | None = None,
         norm: str = "none",
         backprop: str = "auto",
         drop: float | Sequence[float] = 0.0,
-        sparsity: Sparsity | Tensor | None = None,
         init: str = "scaled",
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
@@ -125,7 +118,6 @@ class HamiltonianUnit(nn.Module):
         self.network = choose("network", network, ("h1", "h2"))
         self.norm = choose("norm", norm, NORMS)
         self.kernel = positive_int("kernel", kernel)
-        self.groups = positive_int("groups", groups)
         self.padding = self.kernel // 2 if padding is None else padding
         self.activation = activations.registered(activation).name
         self.step = step_size(step, T, self.layers)
@@ -136,12 +128,9 @@ class HamiltonianUnit(nn.Module):
         self.init = choose("init", init, ("scaled", "paper"))
         # The halves whose weights each move reads.
         self.halves = ("q", "p") if network == "h2" else ("",)
-        self.sparsity = sparsity
-        width = self.channels // len(self.halves)
-        if self.channels % 2 or width % self.groups:
+        if channels % 2:
             raise ShapeError(
-                f"{channels} channels must split into (p, q), and {width} of them into {groups} "
-                "groups."
+                f"{channels} channels do not split into (p, q); take an even number."
             )
         if network == "h1" and backprop == "reversible":
             raise OptionError(
@@ -170,49 +159,21 @@ class HamiltonianUnit(nn.Module):
     def _shape(self) -> tuple[int, ...]:
         """The shape of a stack K."""
         width = self.channels // len(self.halves)
-        kernel = (self.kernel, self.kernel)
-        return (self.layers, width, width // self.groups, *kernel)
+        return (self.layers, width, width, self.kernel, self.kernel)
 
     def _add_weights(self, dtype: torch.dtype | None, device: Any) -> None:
-        shapes = {"K": self._shape, "b": self._shape[:2]}
+        row = self._shape[:2]
+        shapes = {"K": self._shape, "b": row}
         if self.normed:
-            names = ("gamma", "beta", "mean", "var")
-            shapes |= dict.fromkeys(names, self._shape[:2])
-        free = None
-        if self.sparsity is not None:
-            free = self._free_entries()
-            shapes["K"] = (int(free.expand(self._shape).sum()),)
-            free = free.to(device)
-        self.register_buffer("free", free, persistent=False)
+            shapes |= dict.fromkeys(("gamma", "beta", "mean", "var"), row)
         for half in reversed(self.halves):
             for name, shape in shapes.items():
-                label = named(name, half)
-                if name == "K" and free is not None:
-                    label = f"{label}_free"
                 tensor = torch.empty(shape, dtype=dtype, device=device)
                 if name in ("mean", "var"):
-                    self.register_buffer(label, tensor)
+                    self.register_buffer(named(name, half), tensor)
                 else:
-                    self.register_parameter(label, nn.Parameter(tensor))
-
-    def _free_entries(self) -> Tensor:
-        """True for the blocks of K (r, n, 1, 1) that a pattern R leaves free."""
-        sparsity = self.sparsity
-        if not isinstance(sparsity, Sparsity):
-            sparsity = Sparsity(sparsity)
-        R = sparsity.R.cpu()
-        m = self.channels // 2
-        sizes = sparsity.node_sizes(m)
-        if R.ndim != 2 or self.groups > 1 or sum(sizes) != m:
-            raise ShapeError(
-                f"sparsity takes one pattern R (M, M) for all layers, groups=1, and nodes that own "
-                f"C/2 = {m} channels, but they own {sum(sizes)}."
-            )
-        nodes = torch.repeat_interleave(torch.tensor(sizes, device="cpu"))
-        if self.network == "h1":  # node i owns (p[i], q[i])
-            nodes = torch.cat([nodes, nodes])
-        mask = R.bool()[nodes][:, nodes]
-        return mask[:, :, None, None]
+                    weight = nn.Parameter(tensor)
+                    self.register_parameter(named(name, half), weight)
 
     @torch.no_grad()
     def reset_parameters(
@@ -223,8 +184,6 @@ class HamiltonianUnit(nn.Module):
         Args:
             generator: of the weights; by default PyTorch's global one.
         """
-        if self.free is not None and not self.free.is_meta:
-            self.free[:] = self._free_entries()
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             kind = name.split("_")[0]
             if kind in FIRST and not tensor.is_meta:
@@ -251,16 +210,11 @@ class HamiltonianUnit(nn.Module):
         tensor.copy_(scale * draw)
 
     def weight(self, name: str) -> Tensor:
-        """The stack of that name, such as "K" or "b_p"; of a sparse K all entries, zeros included.
+        """The stack of that name, such as "K" or "b_p".
 
         Args:
             name: of a parameter.
         """
-        if name.startswith("K") and self.free is not None:
-            values = getattr(self, f"{name}_free")
-            return values.new_zeros(self._shape).masked_scatter(
-                self.free, values
-            )
         return getattr(self, name)
 
     def smoothness(self) -> Tensor:
@@ -405,7 +359,7 @@ class HamiltonianUnit(nn.Module):
         """A, a and B of one move of each layer, with gamma and beta if there are any."""
         K = self.weight(named("K", half))
         B = self._times_step(-K if half == "q" else K)
-        if self.network == "h1" and self.groups == 1:
+        if self.network == "h1":
             # J swaps the halves of what comes out.
             B_p, B_q = B.chunk(2, 2)
             B = torch.cat([-B_q, B_p], 2)
@@ -429,11 +383,9 @@ class HamiltonianUnit(nn.Module):
         counts: bool,
         s: Tensor,
     ) -> Tensor:
-        """B^T sigma(A s + a), times J if that is not in B."""
+        """B^T sigma(A s + a)."""
         A, a, B, *affine = shear
-        x = F.conv2d(
-            s.to(A.dtype), A, a, padding=self.padding, groups=self.groups
-        )
+        x = F.conv2d(s.to(A.dtype), A, a, padding=self.padding)
         if affine:
             running: list[Any] = [None, None]
             if counts or not self.training:
@@ -444,10 +396,7 @@ class HamiltonianUnit(nn.Module):
                 x, *running, *affine, training=self.training, **options
             )
         z = activations.get(self.activation)(x)
-        f = F.conv_transpose2d(z, B, padding=self.padding, groups=self.groups)
-        if self.network == "h1" and self.groups > 1:
-            f_p, f_q = f.chunk(2, 1)
-            f = torch.cat([-f_q, f_p], 1)
+        f = F.conv_transpose2d(z, B, padding=self.padding)
         return f if factor is None else factor * f
 
     def _factors(self, y: Tensor) -> Sequence[Tensor] | None:
