@@ -171,7 +171,7 @@ class Checkpoint(Stored):
         return [g, *grads]
 
 
-class Reversible(Stored):
+class Reversal(Stored):
     """Only y_N is saved; the layers are undone, a few at a time, down to y_1.
 
     That is compared with the true y_1. The first layer reads y_0 itself: what is 0 there stays 0.
@@ -202,7 +202,7 @@ class Reversible(Stored):
         return check_drift(error, [g, *grads])
 
 
-METHODS = {"stored": Stored, "checkpoint": Checkpoint, "reversible": Reversible}
+METHODS = {"stored": Stored, "checkpoint": Checkpoint, "reversible": Reversal}
 
 
 def segments(start: int, end: int, size: int) -> list[tuple[int, int]]:
