@@ -113,9 +113,13 @@ def test_a_model_is_head_after_net_after_augment(name):
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: Augment(3, 2), ShapeError, "3 inputs do not fit into 2"),
+        (lambda: Augment(3, 2), ShapeError, "take features >= 3"),
         (lambda: Augment(2, 4, "last"), OptionError, "'last' is not known"),
-        (lambda: Augment(2, 4, [1, 1]), ShapeError, "2 different positions"),
+        (
+            lambda: Augment(2, 4, [1, 1]),
+            ShapeError,
+            "as many different positions",
+        ),
         (lambda: Augment(2, 4, [0, 4]), ShapeError, r"in 0 \.\. 3"),
         (
             lambda: Augment(2, 4)(torch.zeros(5, 3)),
@@ -139,7 +143,7 @@ def test_a_model_is_head_after_net_after_augment(name):
                 torch.zeros(5, 2), torch.zeros(5)
             ),
             DataError,
-            r"shape \(5,\), but \(5, 2\)",
+            r"shape \(5, 2\), .* but got \(5,\)",
         ),
         (
             lambda: SoftmaxHead(4, 2).loss(torch.zeros(5, 2), torch.zeros(5)),

@@ -242,9 +242,9 @@ def test_tensors_without_a_model_are_no_model(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"class": "H7"}, "'H7' is not known"),
+        ({"class": "H7"}, "H7 is not a class"),
         ({"config": {"features": 4}}, "damaged"),
-        ({"config": {"features": 6, "layers": 3}}, "do not fit"),
+        ({"config": {"features": 6, "layers": 3}}, "size mismatch"),
         ({"config": {"features": 4, "layers": 0}}, "layers must be"),
         ({"modules": 3}, "damaged"),
     ],
@@ -258,7 +258,9 @@ def test_a_description_that_fits_nothing_is_refused(saved, change, words):
 
 
 def test_a_file_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="does not exist; check its name"):
+    with pytest.raises(
+        CheckpointError, match=r"does not exist, .* check its name"
+    ):
         io.load(tmp_path / "none")
     with pytest.raises(CheckpointError, match="not a file"):
         io.load(tmp_path)

@@ -113,12 +113,12 @@ def test_one_layer_sees_no_further_than_the_dependency_says():
     ("arguments", "message"),
     [
         ({"R": [[0, 1], [1, 0]]}, "R has a 0 on its diagonal"),
-        ({"R": [[1, 2], [1, 1]]}, "R must hold 0 and 1 only"),
+        ({"R": [[1, 2], [1, 1]]}, "R must be .* hold 0 and 1 only"),
         ({"R": [1, 1]}, r"R must be \(M, M\)"),
         ({"R": "ring"}, "R must be an"),
         (
             {"R": torch.eye(2), "T": torch.eye(3)},
-            "T is for 3 nodes, but R is for 2",
+            "T and R must be for the same nodes",
         ),
         ({"R": torch.eye(2), "T": [[1, 1], [0, 1]]}, "T must be symmetric"),
         ({"R": torch.eye(2), "sizes": [1]}, "sizes must be 2 whole numbers"),
@@ -126,7 +126,7 @@ def test_one_layer_sees_no_further_than_the_dependency_says():
         ({"R": ring(5), "T": torch.eye(5), "S": ring(5)}, "0 -> 2"),
         (
             {"R": torch.ones(2, 3, 3), "S": torch.ones(3, 3, 3)},
-            "S is for 3 layers",
+            "S and R must be for the same nodes and layers",
         ),
     ],
 )
@@ -140,13 +140,6 @@ def test_features_that_nodes_cannot_share_are_a_sentence():
         OptionError, match="7 features cannot be shared alike by 2 nodes"
     ):
         Sparsity(torch.eye(2)).node_sizes(7)
-
-
-def test_a_mask_has_a_block_for_each_pair_of_nodes():
-    mask = sparsity.mask(
-        torch.tensor([[1, 0], [1, 1]]), rows=[1, 2], columns=[2, 1]
-    )
-    assert mask.int().tolist() == [[1, 1, 0], [1, 1, 1], [1, 1, 1]]
 
 
 # Why patterns are not local
@@ -212,12 +205,12 @@ def test_components_are_the_nodes_that_hear_of_each_other():
 
 
 @settings(max_examples=40)
-@given(SEEDS, NODES, DENSITY, st.sampled_from(["R", "T", "both"]))
+@given(SEEDS, NODES, DENSITY, st.sampled_from(["R", "T"]))
 def test_designed_patterns_are_local_and_join_what_the_graph_joins(
     seed, M, density, keep
 ):
     S = pattern(seed, M, density, symmetric=True)
-    designed = sparsity.design(S, keep=keep, layers=2)
+    designed = sparsity.design(S, keep=keep)
     assert sparsity.is_local(designed.T, designed.R, S)
     joined = sparsity.components(designed.T, designed.R)
     assert joined == sparsity.components(S, torch.eye(M))
@@ -228,7 +221,7 @@ def test_designed_patterns_are_local_and_join_what_the_graph_joins(
 def test_no_connected_pattern_has_more_free_weights(seed, M, density):
     S = pattern(seed, M, density, symmetric=True)
     apart = len(sparsity.components(S, torch.eye(M)))
-    designed = sparsity.free_weights(sparsity.design(S))
+    designed = int(sparsity.design(S).R.sum())
     cells = [(i, k) for i, k in S.nonzero().tolist() if i != k]
     best = 0
     for ones in itertools.product((0, 1), repeat=len(cells)):
@@ -237,15 +230,8 @@ def test_no_connected_pattern_has_more_free_weights(seed, M, density):
             R[i, k] = value
         local = sparsity.is_local(torch.eye(M), R, S)
         if local and len(sparsity.components(torch.eye(M), R)) == apart:
-            best = max(best, sparsity.free_weights(Sparsity(R)))
+            best = max(best, int(R.sum()))
     assert designed == best
-
-
-def test_both_patterns_free_more_weights_than_one():
-    S = ring(6)
-    both = sparsity.design(S, keep="both", layers=1)
-    only = [sparsity.design(S, keep=keep) for keep in ("R", "T")]
-    assert sparsity.free_weights(both) >= max(map(sparsity.free_weights, only))
 
 
 def test_large_nodes_weigh_more():

@@ -59,22 +59,15 @@ class Augment(nn.Module):
         super().__init__()
         self.inputs = positive_int("inputs", inputs)
         self.features = positive_int("features", features)
-        if features < inputs:
-            raise ShapeError(
-                f"{inputs} inputs do not fit into {features} features; take features >= {inputs}."
-            )
-        self.placement = (
-            placement
-            if isinstance(placement, str)
-            else [int(i) for i in placement]
+        self.placement: str | list[int] = (
+            placement if isinstance(placement, str) else list(placement)
         )
         positions = self._positions()
-        if len(set(positions)) != inputs or not set(positions) <= set(
-            range(features)
-        ):
+        places = set(positions) & set(range(features))
+        if len(places) != inputs:
             raise ShapeError(
-                f"placement must be {inputs} different positions in 0 .. {features - 1}, but got "
-                f"{positions}."
+                f"{inputs} inputs need as many different positions in 0 .. {features - 1}, but got "
+                f"{positions}; take features >= {inputs}."
             )
         self.register_buffer(
             "positions", torch.tensor(positions), persistent=False
@@ -114,14 +107,6 @@ class Augment(nn.Module):
         _check_width("Augment takes x", x, self.inputs)
         zeros = x.new_zeros(*x.shape[:-1], self.features)
         return zeros.index_copy(-1, self.positions, x)
-
-    def config(self) -> dict[str, Any]:
-        """The arguments that make this augmentation again."""
-        return {
-            "inputs": self.inputs,
-            "features": self.features,
-            "placement": self.placement,
-        }
 
     def extra_repr(self) -> str:
         return f"{self.inputs} -> {self.features}, placement={self.placement!r}"
@@ -163,6 +148,8 @@ class LinearHead(nn.Module):
         torch.Size([10, 3])
     """
 
+    arguments = ("features", "outputs")
+
     def __init__(
         self,
         features: int,
@@ -194,16 +181,14 @@ class LinearHead(nn.Module):
         """
         if self.weight.is_meta:
             return
-        where = self.weight.device if generator is None else generator.device
         # In float32, so that a seed gives the same head in any dtype.
-        options: dict[str, Any] = {
-            "generator": generator,
-            "device": where,
-            "dtype": torch.float32,
-        }
-        self.weight.copy_(
-            self.features**-0.5 * torch.randn(self.weight.shape, **options)
+        draw = torch.randn(
+            self.weight.shape,
+            generator=generator,
+            device=(generator or self.weight).device,
+            dtype=torch.float32,
         )
+        self.weight.copy_(self.features**-0.5 * draw)
         self.bias.zero_()
 
     def forward(self, y: Tensor) -> Tensor:
@@ -220,7 +205,7 @@ class LinearHead(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """The arguments that make this head again."""
-        return {"features": self.features, "outputs": self.outputs}
+        return {name: getattr(self, name) for name in self.arguments}
 
     def extra_repr(self) -> str:
         return f"{self.features} -> {self.outputs}"
@@ -276,6 +261,8 @@ class SoftmaxHead(LinearHead):
         torch.Size([10])
     """
 
+    arguments = ("features", "classes")
+
     def __init__(self, features: int, classes: int, **options: Any) -> None:
         super().__init__(features, positive_int("classes", classes), **options)
         if classes < 2:
@@ -287,10 +274,6 @@ class SoftmaxHead(LinearHead):
     def classes(self) -> int:
         """The number of classes."""
         return self.outputs
-
-    def config(self) -> dict[str, Any]:
-        """The arguments that make this head again."""
-        return {"features": self.features, "classes": self.classes}
 
     def loss(self, scores: Tensor, t: Tensor) -> Tensor:
         """The cross-entropy.
@@ -336,14 +319,11 @@ class SigmoidHead(LinearHead):
         (torch.Size([10, 1]), torch.Size([10, 2]), torch.Size([10]))
     """
 
+    arguments = ("features",)
     classes = 2
 
     def __init__(self, features: int, **options: Any) -> None:
         super().__init__(features, 1, **options)
-
-    def config(self) -> dict[str, Any]:
-        """The arguments that make this head again."""
-        return {"features": self.features}
 
     def loss(self, scores: Tensor, t: Tensor) -> Tensor:
         """The binary cross-entropy.
@@ -490,26 +470,20 @@ class Model(nn.Module):
 
 
 def _check_width(who: str, x: Tensor, width: int) -> None:
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or x.shape[-1:] != (width,):
         raise ShapeError(
-            f"{who} as a torch.Tensor, but got {type(x).__name__}."
+            f"{who} as a torch.Tensor of shape (*batch, {width}), but got {_kind(x)}."
         )
-    if x.shape[-1:] != (width,):
-        raise ShapeError(
-            f"{who} of shape (*batch, {width}), but got {tuple(x.shape)}."
-        )
+
+
+def _kind(x: Any) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
 def _check_targets(t: Tensor, *shapes: torch.Size) -> None:
-    if not isinstance(t, Tensor):
+    if not isinstance(t, Tensor) or t.shape not in shapes:
+        names = [str(tuple(shape)) for shape in dict.fromkeys(shapes)]
         raise DataError(
-            f"targets (or labels) t must be a torch.Tensor, not {type(t).__name__}."
-        )
-    if t.shape not in shapes:
-        needed = " or ".join(
-            str(tuple(shape)) for shape in dict.fromkeys(shapes)
-        )
-        raise DataError(
-            f"targets (or labels) t have shape {tuple(t.shape)}, but {needed} is needed: one for "
-            "each score."
+            f"targets (or labels) t must be a torch.Tensor of shape {' or '.join(names)}, one for "
+            f"each score, but got {_kind(t)}."
         )

@@ -56,19 +56,17 @@ def write_atomically(path: FilePath, content: bytes | str) -> None:
         content = content.encode()
     target = Path(os.path.realpath(path))  # a link stays a link
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    if target.exists() and not target.is_file():
+        raise CheckpointError(
+            f"cannot write {path}: it is not a file; choose another name."
+        )
     try:
-        if target.exists() and not target.is_file():
-            raise CheckpointError(
-                f"cannot write {path}: it is not a file; choose another name."
-            )
         with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
     except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(
             f"cannot write {path}: {_reason(error)}; choose a folder that exists and has room."
         ) from error
@@ -162,25 +160,20 @@ def load_tensors(
             f"{path} cannot be read as a safetensors file; it is truncated, damaged or of another "
             f"kind ({_reason(error)})."
         ) from error
-    if header is None:
-        raise CheckpointError(
-            f"{path} is a safetensors file that hdnn did not write."
-        )
     metadata, checksum = _parse_header(header)
     if checksum != _digest(json.dumps(metadata, sort_keys=True), tensors):
         raise CheckpointError(
-            f"{path} is damaged: its contents do not have the checksum that was written with them; "
-            "take a copy from elsewhere, or make it again."
+            f"{path} is damaged, or hdnn did not write it: its contents do not have the checksum "
+            "of hdnn; take a copy from elsewhere, or make it again."
         )
-    return {
-        name: tensor.to(device) for name, tensor in tensors.items()
-    }, metadata
+    placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return placed, metadata
 
 
-def _parse_header(text: str) -> tuple[dict[str, Any], str]:
-    """The metadata and the checksum; nothing of a text that is damaged."""
+def _parse_header(text: str | None) -> tuple[dict[str, Any], str]:
+    """The metadata and the checksum; nothing of a text that is damaged or missing."""
     try:
-        header = json.loads(text)
+        header = json.loads(text or "")
         return header["metadata"], header[CHECKSUM]
     except (ValueError, KeyError, TypeError, RecursionError):
         return {}, ""
@@ -220,19 +213,16 @@ def save(module: nn.Module, path: FilePath, *, note: Any = None) -> None:
         >>> hdnn.load("net.safetensors")
         H2(4 features, 8 layers, tanh, h = 0.3, T = 2.4, 96 parameters)
     """
-    if not isinstance(module, nn.Module):
-        raise CheckpointError(
-            f"only a hdnn.Model or a network can be saved, but got {type(module).__name__}."
-        )
+    description = describe(module)
     state = plain_state(module)
-    metadata = {"version": __version__, "model": describe(module), "note": note}
     try:
-        _fill(restore(metadata["model"]), state)
-    except HDNNError as error:
+        _build(description, state)
+    except (HDNNError, RuntimeError) as error:
         raise CheckpointError(
             f"this {type(module).__name__} cannot be saved, because it could not be loaded again: "
-            f"{str(error).rstrip('.')}; save its state_dict()."
+            f"{_reason(error).rstrip('.')}; save its state_dict()."
         ) from error
+    metadata = {"version": __version__, "model": description, "note": note}
     save_tensors(path, state, metadata)
 
 
@@ -247,17 +237,12 @@ def load(path: FilePath, *, device: torch.device | str | None = None) -> Any:
         CheckpointError: if the file does not exist, is damaged, or was not written by hdnn.
     """
     tensors, metadata = load_tensors(path, device or "cpu")
-    if "model" not in metadata:
-        raise CheckpointError(
-            f"{path} does not hold a model, but something else of hdnn."
-        )
     try:
-        module = restore(metadata["model"])
-        _fill(module, tensors)
-    except HDNNError as error:
+        module = _build(metadata.get("model"), tensors)
+    except (HDNNError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}, written by hdnn {metadata.get('version')}, does not hold a model that hdnn "
-            f"{__version__} can build: {error}"
+            f"{__version__} can build: {_reason(error)}"
         ) from error
     return module if device is None else module.to(device)
 
@@ -269,11 +254,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
     constructor's arguments; modules among them are described in turn.
     """
     kind = parametrize.type_before_parametrizations(module)
-    if _class(kind.__name__) is not kind:
-        raise CheckpointError(
-            f"{kind.__name__} is not a class that hdnn can build again; save its state_dict(), and "
-            "load that into a module that you have built in the same way."
-        )
+    _class(kind.__name__, kind)
     if hasattr(module, "config"):
         config = dict(module.config())  # pyright: ignore[reportCallIssue]
     else:
@@ -281,18 +262,14 @@ def describe(module: nn.Module) -> dict[str, Any]:
             name: getattr(module, name)
             for name in inspect.signature(kind).parameters
         }
-    description: dict[str, Any] = {
-        "class": kind.__name__,
-        "config": config,
-        "modules": {},
-    }
+    name = kind.__name__
+    description = {"class": name, "config": config, "modules": {}}
     for name, value in list(config.items()):
         if isinstance(value, nn.Module):
             del config[name]
             description["modules"][name] = describe(value)
-    if hasattr(
-        module, "constants"
-    ):  # matrices such as J; their values are in the state
+    if hasattr(module, "constants"):
+        # Matrices such as J; their values are in the state.
         constants = module.constants()  # pyright: ignore[reportCallIssue]
         description["constants"] = {
             name: list(value.shape) for name, value in constants.items()
@@ -300,35 +277,36 @@ def describe(module: nn.Module) -> dict[str, Any]:
     return description
 
 
-def restore(description: Mapping[str, Any]) -> Any:
+def restore(description: Any) -> Any:
     """The module that `describe` described, with new weights."""
     try:
         kind = _class(description["class"])
-        if kind is None:
-            raise CheckpointError(
-                f"the class {description['class']!r} is not known."
-            )
         arguments = dict(description["config"])
         for name, submodule in description["modules"].items():
             arguments[name] = restore(submodule)
         for name, shape in description.get("constants", {}).items():
-            arguments[name] = torch.zeros(
-                shape
-            )  # skew, and in every block pattern
+            # Skew, and in every block pattern.
+            arguments[name] = torch.zeros(shape)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             return kind(**arguments)
-    except HDNNError:
-        raise
     except (
         KeyError,
         TypeError,
+        AttributeError,
         ValueError,
         RuntimeError,
-        AttributeError,
     ) as error:
-        raise CheckpointError(
-            f"the description is damaged ({_reason(error)})."
-        ) from error
+        reason = _reason(error)
+        if not isinstance(error, HDNNError):
+            reason = f"the description is damaged ({reason})"
+        raise CheckpointError(reason) from error
+
+
+def _build(description: Any, state: Mapping[str, Tensor]) -> nn.Module:
+    """The module of a description, with the tensors of a state and their dtypes."""
+    module = restore(description)
+    module.load_state_dict(dict(state), assign=True)
+    return module
 
 
 def plain_state(module: nn.Module) -> dict[str, Tensor]:
@@ -358,25 +336,19 @@ def _parametrized_weights(prefix: str, module: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def _fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give a module the tensors of a state, with their dtypes."""
-    try:
-        module.load_state_dict(dict(state), assign=True)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"its weights do not fit ({_reason(error)})."
-        ) from error
-
-
-def _class(name: str) -> type[nn.Module] | None:
+def _class(name: str, expected: type | None = None) -> type[nn.Module]:
     """A class of hdnn that files may name."""
     for home in HOMES:
         if importlib.util.find_spec(home) is None:
             continue
         kind = getattr(importlib.import_module(home), name, None)
-        if isinstance(kind, type) and issubclass(kind, nn.Module):
-            return kind
-    return None
+        ours = isinstance(kind, type) and issubclass(kind, nn.Module)
+        if ours and expected in (None, kind):
+            return kind  # pyright: ignore[reportReturnType]
+    raise CheckpointError(
+        f"{name} is not a class that hdnn can build again; save its state_dict(), and load that "
+        "into a module that you have built in the same way."
+    )
 
 
 # Small helpers
@@ -384,12 +356,10 @@ def _class(name: str) -> type[nn.Module] | None:
 
 def _check_file(path: FilePath) -> None:
     """Refuse all but plain files: reading a pipe or a device may never end."""
-    if not os.path.exists(path):
-        raise CheckpointError(
-            f"{path} does not exist; check its name and folder."
-        )
     if not os.path.isfile(path):
-        raise CheckpointError(f"{path} cannot be read: it is not a file.")
+        raise CheckpointError(
+            f"{path} does not exist, or is not a file; check its name and folder."
+        )
 
 
 def _finite(value: Any) -> Any:
@@ -404,8 +374,8 @@ def _finite(value: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The message of an error, on one line of at most 200 letters."""
+    """The message of an error, on one line of at most 300 letters."""
     text = (
         getattr(error, "strerror", None) or str(error) or type(error).__name__
     )
-    return " ".join(text.split())[:200]
+    return " ".join(text.split())[:300]

@@ -59,6 +59,7 @@ class ImageModel(nn.Module):
     """
 
     linear: nn.Linear
+    arguments: dict[str, Any]
 
     def features(self, x: Tensor) -> Tensor:
         """The input of the linear layer: (B, features).
@@ -82,11 +83,8 @@ class ImageModel(nn.Module):
     @property
     def units(self) -> list[Any]:
         """The Hamiltonian submodules, first to last."""
-        return [
-            m
-            for m in self.modules()
-            if isinstance(m, (Network, HamiltonianUnit))
-        ]
+        kinds = (Network, HamiltonianUnit)
+        return [m for m in self.modules() if isinstance(m, kinds)]
 
     @torch.no_grad()
     def reset_parameters(
@@ -107,16 +105,12 @@ class ImageModel(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """The arguments that make this classifier again."""
-        raise NotImplementedError
+        return dict(self.arguments)
 
     def smoothness(self) -> Tensor:
         """The sum of `R_K` over all Hamiltonian submodules, zero if there are none."""
-        terms = [unit.smoothness() for unit in self.units]
-        return (
-            torch.stack(terms).sum()
-            if terms
-            else self.linear.weight.new_zeros(())
-        )
+        zero = self.linear.weight.new_zeros(())
+        return sum([unit.smoothness() for unit in self.units], zero)
 
     def _start(
         self, generator: Any, dtype: torch.dtype | None, device: Any
@@ -220,10 +214,6 @@ class HDNNStar(ImageModel):
         layers: those of each unit, or one number for all.
         channels: those of each unit, never fewer than before.
         step: h of all units.
-        activation: sigma, the name of one of `hdnn.activations.names()`.
-        norm: where units have batch normalisation: "none", "inside", "after" or "both".
-        backprop: what the backward pass of units starts from.
-        init: "scaled" draws K from N(0, 1/fan-in) with b = 0; "paper" draws all from N(0, 1).
         stem_norm: put batch normalisation behind the first convolution.
         padding: where channels of zeros are added: after all others ("end"), or half after those of
             p and half after those of q ("halves").
@@ -231,9 +221,10 @@ class HDNNStar(ImageModel):
             their number, which allows higher learning rates ("scaled"), or their "mean".
         inputs: the channels of an image.
         size: height and width of the images; each unit halves them.
+        **options: of each unit: activation, norm, backprop, init.
 
     Raises:
-        ShapeError: if channels are odd or become fewer, or `size` cannot be halved for each unit.
+        ShapeError: if channels are odd or become fewer.
         OptionError: if an option is not known, or there are not as many `layers` as units.
 
     Examples:
@@ -253,11 +244,7 @@ class HDNNStar(ImageModel):
         channels: Sequence[int] = (32, 64, 112),
         *,
         step: float = 0.1,
-        activation: str = "relu",
-        norm: str = "none",
-        backprop: str = "auto",
         drop: float = 0.0,
-        init: str = "scaled",
         stem_norm: bool = False,
         padding: str = "end",
         pool: str = "flatten",
@@ -267,13 +254,12 @@ class HDNNStar(ImageModel):
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
-        depths = (
-            [layers] * len(channels)
-            if isinstance(layers, int)
-            else list(layers)
-        )
+        depths: list[Any] = [layers] * len(channels)
+        if not isinstance(layers, int):
+            depths = list(layers)
         if len(depths) != len(channels):
             raise OptionError(
                 f"layers has {len(depths)} entries for {len(channels)} units."
@@ -282,37 +268,40 @@ class HDNNStar(ImageModel):
             raise ShapeError(
                 f"channels must grow from unit to unit, but got {tuple(channels)}."
             )
-        if positive_int("size", size) % 2 ** len(channels):
-            raise ShapeError(
-                f"size {size} cannot be halved {len(channels)} times."
-            )
         self.padding = choose("padding", padding, PADDINGS)
         self.pool = choose("pool", pool, POOLS)
-        self.inputs = positive_int("inputs", inputs)
-        self.size = size
-        self.drop = drop
+        self.arguments = {
+            "network": network,
+            "layers": depths,
+            "channels": list(channels),
+            "step": step,
+            "drop": drop,
+            "stem_norm": stem_norm,
+            "padding": padding,
+            "pool": pool,
+            "inputs": positive_int("inputs", inputs),
+            "size": positive_int("size", size),
+            "classes": positive_int("classes", classes),
+            **options,
+        }
         self.stem = nn.Conv2d(inputs, channels[0], 3, padding=1)
         self.stem_norm = nn.BatchNorm2d(channels[0]) if stem_norm else None
-        options: dict[str, Any] = {
-            "network": network,
-            "step": step,
-            "activation": activation,
-        }
-        options |= {"norm": norm, "backprop": backprop, "init": init}
         drops = _rising(drop, sum(depths))
         self.stages = nn.ModuleList()
         for C, N in zip(channels, depths, strict=True):
-            self.stages.append(HamiltonianUnit(C, N, drop=drops[:N], **options))
+            self.stages.append(
+                HamiltonianUnit(
+                    C, N, network=network, step=step, drop=drops[:N], **options
+                )
+            )
             drops = drops[N:]
         pixels = 1 if pool == "mean" else (size // 2 ** len(channels)) ** 2
-        self.linear = nn.Linear(
-            channels[-1] * pixels, positive_int("classes", classes)
-        )
+        self.linear = nn.Linear(channels[-1] * pixels, classes)
         self._start(generator, dtype, device)
 
     def features(self, x: Tensor) -> Tensor:
         """The result of `pool` for the pixels after the last unit: (B, features)."""
-        _check_images(x, self.inputs, self.size)
+        _check_images(x, self.arguments["inputs"], self.arguments["size"])
         y = self.stem(x)
         if self.stem_norm is not None:
             y = self.stem_norm(y)
@@ -322,30 +311,6 @@ class HDNNStar(ImageModel):
         if self.pool == "mean":
             return y.mean((2, 3))
         return y.flatten(1) / (y.shape[2] if self.pool == "scaled" else 1)
-
-    def config(self) -> dict[str, Any]:
-        """The arguments that make this classifier again."""
-        units = self.units
-        first = units[0]
-        return {
-            "network": first.network,
-            "layers": [unit.layers for unit in units],
-            "channels": [unit.channels for unit in units],
-            "step": list(first.step)
-            if isinstance(first.step, tuple)
-            else first.step,
-            "activation": first.activation,
-            "norm": first.norm,
-            "backprop": first.backprop,
-            "drop": self.drop,
-            "init": first.init,
-            "stem_norm": self.stem_norm is not None,
-            "padding": self.padding,
-            "pool": self.pool,
-            "inputs": self.inputs,
-            "size": self.size,
-            "classes": self.linear.out_features,
-        }
 
     def extra_repr(self) -> str:
         return f"padding = {self.padding!r}, pool = {self.pool!r}"
@@ -413,8 +378,7 @@ class ResNet(ImageModel):
             raise ShapeError(
                 f"depth must be 6 n + 2 with n >= 1, but got {depth}."
             )
-        self.depth = depth
-        self.drop = drop
+        self.arguments = {"classes": classes, "depth": depth, "drop": drop}
         self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(16)
         widths = [16] * (n + 1) + [32] * n + [64] * n
@@ -429,14 +393,6 @@ class ResNet(ImageModel):
         """The means over all pixels of the last block: (B, 64)."""
         _check_images(x, 3, None)
         return self.blocks(torch.relu(self.norm(self.stem(x)))).mean((2, 3))
-
-    def config(self) -> dict[str, Any]:
-        """The arguments that make this classifier again."""
-        return {
-            "classes": self.linear.out_features,
-            "depth": self.depth,
-            "drop": self.drop,
-        }
 
 
 class AlexNet(ImageModel):
@@ -468,33 +424,36 @@ class AlexNet(ImageModel):
     ) -> None:
         super().__init__()
         self.resize = resize
-        self.dropout = dropout
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(3, 64, 11, stride=4, padding=2, device=device),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2),
-            nn.Conv2d(64, 192, 5, padding=2, device=device),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2),
-            nn.Conv2d(192, 384, 3, padding=1, device=device),
-            nn.ReLU(),
-            nn.Conv2d(384, 256, 3, padding=1, device=device),
-            nn.ReLU(),
-            nn.Conv2d(256, 256, 3, padding=1, device=device),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2),
-        )
-        self.hidden = nn.Sequential(
-            nn.Dropout(dropout),
-            nn.Linear(256 * 6 * 6, 4096, device=device),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(4096, 4096, device=device),
-            nn.ReLU(),
-        )
-        self.linear = nn.Linear(
-            4096, positive_int("classes", classes), device=device
-        )
+        self.arguments = {
+            "classes": positive_int("classes", classes),
+            "resize": resize,
+            "dropout": dropout,
+        }
+        with torch.device(device or torch.get_default_device()):
+            self.convolutions = nn.Sequential(
+                nn.Conv2d(3, 64, 11, stride=4, padding=2),
+                nn.ReLU(),
+                nn.MaxPool2d(3, 2),
+                nn.Conv2d(64, 192, 5, padding=2),
+                nn.ReLU(),
+                nn.MaxPool2d(3, 2),
+                nn.Conv2d(192, 384, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(384, 256, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(256, 256, 3, padding=1),
+                nn.ReLU(),
+                nn.MaxPool2d(3, 2),
+            )
+            self.hidden = nn.Sequential(
+                nn.Dropout(dropout),
+                nn.Linear(256 * 6 * 6, 4096),
+                nn.ReLU(),
+                nn.Dropout(dropout),
+                nn.Linear(4096, 4096),
+                nn.ReLU(),
+            )
+            self.linear = nn.Linear(4096, classes)
         self._start(generator, dtype, device)
 
     def features(self, x: Tensor) -> Tensor:
@@ -506,15 +465,6 @@ class AlexNet(ImageModel):
             )
         _check_images(x, 3, 224)
         return self.hidden(self.convolutions(x).flatten(1))
-
-    def config(self) -> dict[str, Any]:
-        """The arguments that make this classifier again."""
-        classes = self.linear.out_features
-        return {
-            "classes": classes,
-            "resize": self.resize,
-            "dropout": self.dropout,
-        }
 
 
 # By the names of the paper's tables
@@ -581,10 +531,6 @@ def _draw(
 
 def _rising(drop: float, layers: int) -> list[float]:
     """The probability to leave out each layer, which grows with depth."""
-    if not 0 <= drop < 1:
-        raise OptionError(
-            f"drop must be at least 0 and below 1, but got {drop}."
-        )
     return [drop * (k + 1) / layers for k in range(layers)]
 
 

@@ -26,10 +26,8 @@ __all__ = [
     "dependency",
     "design",
     "explain",
-    "free_weights",
     "from_networkx",
     "is_local",
-    "mask",
 ]
 
 Links = Sequence[
@@ -48,34 +46,13 @@ def binary(name: str, pattern: Any) -> Tensor:
         raise OptionError(
             f"{name} must be an (M, M) array of 0 and 1: {error}."
         ) from error
-    if A.ndim not in (2, 3) or A.shape[-1] != A.shape[-2] or A.numel() == 0:
+    square = A.ndim in (2, 3) and A.shape[-1] == A.shape[-2] and A.numel() > 0
+    if not square or not bool(((A == 0) | (A == 1)).all()):
         raise OptionError(
-            f"{name} must be (M, M), or (N, M, M) for a pattern a layer, "
-            f"but has shape {tuple(A.shape)}."
+            f"{name} must be (M, M), or (N, M, M) for a pattern a layer, and hold 0 and 1 only, "
+            f"but has shape {tuple(A.shape)}; use (matrix != 0)."
         )
-    if not bool(((A == 0) | (A == 1)).all()):
-        raise OptionError(f"{name} must hold 0 and 1 only; use (matrix != 0).")
     return A.bool()
-
-
-def mask(
-    R: Tensor, rows: Sequence[int], columns: Sequence[int] | None = None
-) -> Tensor:
-    """The entries that the pattern R leaves free, where node i has `rows[i]` rows.
-
-    Args:
-        R: a pattern `(..., M, M)`.
-        rows: the rows of each node.
-        columns: the columns of each node; by default the same.
-
-    Returns:
-        True where an entry is free, `(..., sum(rows), sum(columns))`.
-    """
-    heights = torch.tensor(rows, device=R.device)
-    widths = (
-        heights if columns is None else torch.tensor(columns, device=R.device)
-    )
-    return R.bool().repeat_interleave(heights, -2).repeat_interleave(widths, -1)
 
 
 def dependency(T: Any, R: Any) -> Tensor:
@@ -294,13 +271,11 @@ def check_no_breach(
 
 def _check_alike(first: str, a: Tensor, name: str, b: Tensor) -> None:
     """Raise unless two patterns have the same nodes and, where stacked, equally many layers."""
-    if a.shape[-1] != b.shape[-1]:
+    layers = {len(pattern) for pattern in (a, b) if pattern.ndim == 3}
+    if a.shape[-1] != b.shape[-1] or len(layers) > 1:
         raise OptionError(
-            f"{name} is for {b.shape[-1]} nodes, but {first} is for {a.shape[-1]}."
-        )
-    if a.ndim == b.ndim == 3 and len(a) != len(b):
-        raise OptionError(
-            f"{name} is for {len(b)} layers, but {first} is for {len(a)}."
+            f"{name} and {first} must be for the same nodes and layers, but have shapes "
+            f"{tuple(b.shape)} and {tuple(a.shape)}."
         )
 
 
@@ -396,37 +371,12 @@ def _check_diagonal(name: str, pattern: Tensor) -> None:
         )
 
 
-def free_weights(sparsity: Sparsity, *, layers: int = 1) -> int:
-    """The number of free weights of K_p and K_q in N layers and of one X.
-
-    Args:
-        sparsity: the patterns; without sizes every node counts as one feature.
-        layers: N, if all layers share one R.
-
-    Examples:
-        >>> from hdnn import sparsity
-        >>> sparsity.free_weights(sparsity.Sparsity(R=[[1, 0], [1, 1]]), layers=4)  # 2 * 4 * 3 + 2
-        26
-    """
-    sizes = sparsity.sizes or (1,) * sparsity.nodes
-    N = layers if sparsity.R.ndim == 2 else 1
-    T = torch.eye(sparsity.nodes) if sparsity.T is None else sparsity.T
-    return 2 * N * int(mask(sparsity.R, sizes).sum()) + int(
-        mask(T, sizes).sum()
-    )
-
-
-# Patterns for a graph. For a fixed T the condition says that each row of R is a set of nodes which
-# are pairwise near: all T-neighbours of either are linked to the other. So the best R has, row by
-# row, the heaviest clique of near nodes around its node, and only T has to be searched for.
+# Patterns for a graph. For T = I the condition says that the nodes of each row of R are pairwise
+# linked. So the best R has, row by row, the heaviest clique of linked nodes around its node.
 
 
 def design(
-    S: Any,
-    sizes: Sequence[int] | None = None,
-    *,
-    keep: str = "R",
-    layers: int = 1,
+    S: Any, sizes: Sequence[int] | None = None, *, keep: str = "R"
 ) -> Sparsity:
     """Patterns that need no more than the graph S and leave many weights free.
 
@@ -437,9 +387,7 @@ def design(
         S: the graph `(M, M)`, with ones on its diagonal.
         sizes: the features of each node; by default one each.
         keep: "R" finds the R with most free weights for T = I; "T" takes R = I and all links for
-            T, for networks that learn X or J; "both" searches T and R together, until no change of
-            a single link of T frees more weights.
-        layers: N of the network, which "both" counts weights for.
+            T, for networks that learn X or J.
 
     Returns:
         The patterns, for the option `sparsity` of a network.
@@ -452,7 +400,7 @@ def design(
                 [1, 1, 0],
                 [0, 1, 1]], dtype=torch.int32)
     """
-    choose("keep", keep, ("R", "T", "both"))
+    choose("keep", keep, ("R", "T"))
     S = binary("S", S)
     if S.ndim == 3:
         raise OptionError(
@@ -460,133 +408,72 @@ def design(
         )
     _check_diagonal("S", S)
     eye = torch.eye(len(S), dtype=torch.bool)
+    mutual = S & S.mT
     if keep == "T":
-        return Sparsity(eye, S & S.mT, S, sizes)
-    weight = [1] * len(S) if sizes is None else list(node_sizes(sizes, len(S)))
-    search = _Search([set(row) for row in links_of(S & S.mT)], weight, layers)
-    T = [{i} for i in range(len(S))]
-    free, R = search.best_R(T)
-    if keep == "both":
-        climbs = [
-            search.climb(T, free, R),
-            search.climb(search.S, *search.best_R(search.S)),
-        ]
-        _, R, T = max(climbs, key=lambda climb: climb[0])
-    return Sparsity(_matrix(R), _matrix(T), S, sizes)
+        return Sparsity(eye, mutual, S, sizes)
+    weight = [1] * len(S) if sizes is None else node_sizes(sizes, len(S))
+    R = torch.zeros_like(eye)
+    for i, row in enumerate(_best_rows(links_of(mutual), weight)):
+        R[i, list(row)] = True
+    return Sparsity(R, eye, S, sizes)
 
 
-def _matrix(rows: Sequence[set[int]]) -> Tensor:
-    pattern = torch.zeros(len(rows), len(rows), dtype=torch.bool)
-    for i, row in enumerate(rows):
-        pattern[i, list(row)] = True
-    return pattern
+def _best_rows(links: Links, weight: Sequence[int]) -> list[set[int]]:
+    """The rows of R with most free weights that join all nodes which links join.
 
-
-Rows = list[set[int]]
-
-
-class _Search:
-    """The search for patterns of one graph, whose links are all mutual."""
-
-    def __init__(self, S: Rows, weight: list[int], layers: int) -> None:
-        self.S = S
-        self.weight = weight
-        self.layers = layers
-
-    def climb(self, T: Rows, free: int, R: Rows) -> tuple[int, Rows, Rows]:
-        """Change one link of T at a time, as long as that frees weights."""
-        links = [
-            (i, k) for i, k in combinations(range(len(T)), 2) if k in self.S[i]
-        ]
-        better = True
-        while better:
-            better = False
-            for i, k in links:
-                trial = [set(row) for row in T]
-                trial[i] ^= {k}
-                trial[k] ^= {i}
-                trial_free, trial_R = self.best_R(trial)
-                if trial_free > free:
-                    free, R, T = trial_free, trial_R, trial
-                    better = True
-        return free, R, T
-
-    def best_R(self, T: Rows) -> tuple[int, Rows]:
-        """The R for a T, and the free weights; -1 if it cannot join what S joins."""
-        linked = [set.intersection(*(self.S[a] for a in row)) for row in T]
-        near = [
-            {v for v in row if a in linked[v]} for a, row in enumerate(linked)
-        ]
-        R = [self.clique(near, v) for v in range(len(T))]
-        self.join(R, T, near)
-        needed = [
-            set().union(*(R[a] | T[a] for a in row)) for row in transposed(R)
-        ]
-        if len(groups(needed)) > len(groups(self.S)):
-            return -1, R
-        return 2 * self.layers * self.entries(R) + self.entries(T), R
-
-    def entries(self, rows: Rows) -> int:
-        """The entries of a matrix with this pattern."""
-        return sum(self.row_weight(v, row) for v, row in enumerate(rows))
-
-    def row_weight(self, v: int, row: set[int]) -> int:
-        return self.weight[v] * sum(self.weight[u] for u in row)
-
-    def clique(self, near: Rows, v: int, also: int | None = None) -> set[int]:
-        """The heaviest clique with v, and another node; of equals, the one with the first nodes."""
-        best = {v}
-        among = near[v]
-        if also is not None:
-            best = {v, also}
-            among = among & near[also]
-        most = sum(self.weight[u] for u in best)
-        stack = [(best, sorted(among - best))]
-        work = 0
-        while stack and work < CLIQUE_WORK:
-            work += 1
-            clique, candidates = stack.pop()
-            total = sum(self.weight[u] for u in clique)
-            if total > most:
-                best = clique
-                most = total
-            if total + sum(self.weight[u] for u in candidates) > most:
-                u, *others = candidates
-                stack.append((clique, others))
-                stack.append(
-                    (clique | {u}, [w for w in others if w in near[u]])
-                )
-        return set(best)
-
-    def join(self, R: Rows, T: Rows, near: Rows) -> None:
-        """Replace rows of R, at the least loss, until R and T join all nodes they can.
-
-        Nodes outside the group take in a member of it, so the group only grows.
-        """
-        reached: set[int] = set()
-        while len(reached) < len(R):
-            options = []
-            for v in set(range(len(R))) - reached:
-                for u in near[v] & reached:
-                    row = self.clique(near, v, u)
-                    loss = self.row_weight(v, R[v]) - self.row_weight(v, row)
-                    options.append((loss, v, sorted(row)))
-            if options:
-                _, v, row = min(options)
-                R[v] = set(row)
-            else:
-                v = min(set(range(len(R))) - reached)
-            reached |= self.group(R, T, reached | {v})
-
-    def group(self, R: Rows, T: Rows, nodes: set[int]) -> set[int]:
-        """All nodes that hear of these through T and R."""
+    Rows are replaced at the least loss: nodes outside the group that is joined so far take in a
+    member of it, so the group only grows.
+    """
+    near = [set(row) for row in links]
+    rows = [_clique(near, weight, {v}) for v in range(len(near))]
+    joined: set[int] = set()
+    while len(joined) < len(rows):
+        outside = set(range(len(rows))) - joined
+        options = []
+        for v in outside:
+            for u in near[v] & joined:
+                row = _clique(near, weight, {v, u})
+                loss = _total(weight, rows[v]) - _total(weight, row)
+                options.append((weight[v] * loss, v, sorted(row)))
+        v = min(outside)
+        if options:
+            _, v, row = min(options)
+            rows[v] = set(row)
+        joined.add(v)
         size = 0
-        while len(nodes) != size:
-            size = len(nodes)
-            for row, neighbours in zip(R, T, strict=True):
-                if row & nodes:
-                    nodes |= row | neighbours
-        return nodes
+        while len(joined) != size:  # all that hear of the group through R
+            size = len(joined)
+            for row in rows:
+                if row & joined:
+                    joined |= row
+    return rows
+
+
+def _clique(
+    near: list[set[int]], weight: Sequence[int], start: set[int]
+) -> set[int]:
+    """The heaviest clique around linked nodes; of equals, the one with the first nodes."""
+    best = start
+    most = _total(weight, start)
+    among = set.intersection(*(near[v] for v in start)) - start
+    stack = [(start, sorted(among))]
+    work = 0
+    while stack and work < CLIQUE_WORK:
+        work += 1
+        clique, candidates = stack.pop()
+        total = _total(weight, clique)
+        if total > most:
+            best = clique
+            most = total
+        if total + _total(weight, candidates) > most:
+            u, *others = candidates
+            stack.append((clique, others))
+            stack.append((clique | {u}, [w for w in others if w in near[u]]))
+    return set(best)
+
+
+def _total(weight: Sequence[int], nodes: Collection[int]) -> int:
+    return sum(weight[u] for u in nodes)
 
 
 def from_networkx(

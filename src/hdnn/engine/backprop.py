@@ -159,7 +159,7 @@ class Checkpoint(Segments):
         return [g, *grads]
 
 
-class Rebuilt(Segments):
+class Reversal(Segments):
     """Only y_N is saved; the layers are undone, a few at a time, down to y_1.
 
     That is compared with the true y_1. The first layer reads y_0 itself: what is 0 there stays 0.
@@ -187,10 +187,13 @@ class Rebuilt(Segments):
             state, _ = kernel.forward(state, cut(tensors, span), False)
             _, g = self.again(state, g, tensors, span, grads)
         y_1, g = self.again(y, g, tensors, first, grads)
-        return check_drift(drift(y_1, state, saved), [g, *grads])
+        # From a last state that is not finite nothing can be rebuilt.
+        finite = saved.isfinite().all()
+        error = torch.where(finite, drift(state, y_1), torch.nan)
+        return check_drift(error, [g, *grads])
 
 
-METHODS = {"stored": stored, "checkpoint": Checkpoint, "reversible": Rebuilt}
+METHODS = {"stored": stored, "checkpoint": Checkpoint, "reversible": Reversal}
 
 
 def segments(start: int, end: int, size: int) -> list[tuple[int, int]]:
@@ -206,19 +209,18 @@ def cut(tensors: Tensors, span: slice) -> Tensors:
 # Drift: rounding grows as layers are undone, so each reversal is checked
 
 
-def drift(y_1: Tensor, rebuilt: Tensor, y_N: Tensor) -> Tensor:
-    """The relative error of the rebuilt y_1 (B, n), for the worst sample.
+def drift(rebuilt: Tensor, original: Tensor) -> Tensor:
+    """The relative error of a rebuilt state for its worst sample, along the first axis.
 
     Each sample is measured by its own largest entry. It is infinite if the rebuilt state is not
-    finite, and NaN if y_N is not, from which no state can be rebuilt.
+    finite.
     """
-    if y_1.numel() == 0:
-        return y_1.new_zeros(())
-    off = (rebuilt - y_1).abs().flatten(1).amax(1)
-    size = y_1.abs().flatten(1).amax(1)
+    if original.numel() == 0:
+        return original.new_zeros(())
+    off = (rebuilt - original).abs().flatten(1).amax(1)
+    size = original.abs().flatten(1).amax(1)
     relative = torch.where(off == 0, 0.0, off / size)
-    worst = relative.nan_to_num(torch.inf, torch.inf).max()
-    return torch.where(y_N.isfinite().all(), worst, torch.nan)
+    return relative.nan_to_num(torch.inf, torch.inf).max()
 
 
 def check_drift(drift: Tensor, grads: list[Any]) -> list[Any]:

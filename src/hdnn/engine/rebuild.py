@@ -14,29 +14,28 @@ grid, so undoing it is exact to the last bit in any precision of the modules.
 from __future__ import annotations
 
 import math
-import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint
 
+from hdnn.engine.backprop import WORTHLESS, drift
 from hdnn.errors import GridWarning, OptionError, ReversalWarning, ShapeError
 
 BACKPROPS = ("stored", "checkpoint", "reversible")
 GRID = 2.0**40
 LIMIT = 2.0**23  # the largest state on the grid: 2^63 multiples
 COARSE = 1e-3  # relative rounding to the grid that gives a warning
-WORTHLESS = 0.1  # relative error of a rebuilt state, or of a move that is computed again
-DIFFERENT = 0.01  # such an error of a move that gives a warning
+DIFFERENT = 0.01  # relative error of a repeated move that gives a warning
 SAMPLE = 256  # entries by which a move is recognised
 ADVICE = 'take state="fixed", whose reversal is exact, or backprop="checkpoint"'
 OTHERWISE = "did not compute the same a second time as in the forward pass"
@@ -44,20 +43,25 @@ REASONS = (
     "it is not deterministic, counts its calls, draws from a generator of its own, or its "
     "arguments changed"
 )
-PLAIN = (
-    Tensor,
-    nn.Parameter,
-)  # others, as those of `fully_shard`, come and go by themselves
+# Tensors of other types, as those of `fully_shard`, come and go by themselves.
+PLAIN = (Tensor, nn.Parameter)
 
 
 class Move(NamedTuple):
-    """The half `target` moves by `function(half source, *args, **options)`; p is 0 and q is 1."""
+    """The half `target` moves by `function(half source)`; p is 0 and q is 1."""
 
     source: int
     target: int
     function: Callable[..., Tensor]
     name: str
-    module: nn.Module | None = None  # the owner of weights and statistics
+    module: Any = None  # the owner of weights and statistics
+
+    def bind(self, args: Any, options: Any) -> Move:
+        """The move whose function gets further arguments."""
+        function = self.function
+        return self._replace(
+            function=lambda source: function(source, *args, **options)
+        )
 
 
 class Half(NamedTuple):
@@ -72,55 +76,47 @@ class Half(NamedTuple):
         if self.exact is None:
             return Half(total)
         exact = self.exact + sign * _to_grid(move)
-        return Half(_on_grid(total, exact, self.value.dtype), exact)
+        return _on_grid(total, exact, self.value.dtype)
 
 
 def halves_of(y: Tensor, dim: int, *, fixed: bool) -> list[Half]:
     """The halves of a state along an axis."""
-    halves = [Half(half) for half in y.chunk(2, dim)]
-    if not fixed:
-        return halves
-    exact = [_to_grid(half.value) for half in halves]
-    return [
-        Half(_on_grid(h.value, e, y.dtype), e)
-        for h, e in zip(halves, exact, strict=True)
-    ]
+    values = y.chunk(2, dim)
+    if fixed:
+        return [_on_grid(half, _to_grid(half), y.dtype) for half in values]
+    return [Half(half) for half in values]
 
 
 def _to_grid(x: Tensor) -> Tensor:
     return torch.round(x.detach().double() * GRID).to(torch.int64)
 
 
-def _on_grid(total: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """The floats of integers, with the gradient of `total`; NaN where it is too large for them."""
+def _on_grid(total: Tensor, exact: Tensor, dtype: torch.dtype) -> Half:
+    """A half with the gradient of `total`; NaN where it is too large for integers."""
     inside = total.detach().abs() < LIMIT
     values = torch.where(inside, (exact.double() / GRID).to(dtype), torch.nan)
-    return values + (total - total.detach()).to(dtype)  # adds 0
+    return Half(values + (total - total.detach()).to(dtype), exact)  # adds 0
 
 
 def check_grid(y: Tensor, y_N: Tensor) -> None:
-    """Raise if a state left the grid, and warn if y is hardly larger than its steps."""
-    if (
-        torch.compiler.is_compiling()
-        or transformed()
-        or y.is_meta
-        or capturing(y)
-    ):
-        return
+    """Raise if a state left the grid; warn if a sample is hardly larger than its steps."""
+    capturing = y.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or transformed() or y.is_meta or capturing:
+        return  # where no value can be read
     if not y.numel():
         return
-    largest, finite = torch.stack(
-        [y.detach().abs().max().double(), y_N.isfinite().all()]
-    ).tolist()
+    sizes = torch.atleast_2d(y.detach()).flatten(1).abs().amax(1).double()
+    smallest = torch.where(sizes > 0, sizes, torch.inf).min()
+    finite, size = torch.stack([y_N.isfinite().all(), smallest]).tolist()
     if not finite:
         raise OptionError(
             f'the state left the fixed-point grid: state="fixed" holds +-{LIMIT:.4g} only, and no '
             'NaN; normalise what the modules give, take a smaller h, or state="float".'
         )
-    if 0 < largest < 0.5 / GRID / COARSE:
+    if size < 0.5 / GRID / COARSE:
         warnings.warn(
-            f'state="fixed" keeps multiples of {1 / GRID:.1e}, but y_0 is {largest:.1e} at most; '
-            'scale the state up, or use state="float".',
+            f'state="fixed" keeps multiples of {1 / GRID:.1e}, but a sample of y_0 is {size:.1e} '
+            'at most; scale the state up, or use state="float".',
             GridWarning,
             stacklevel=3,
         )
@@ -130,123 +126,82 @@ def check_grid(y: Tensor, y_N: Tensor) -> None:
 
 
 def run(
-    halves: list[Half],
-    moves: Sequence[Move],
-    args: Any,
-    options: Any,
-    backprop: str = "stored",
+    halves: list[Half], moves: Sequence[Move], backprop: str = "stored"
 ) -> list[Half]:
     """The halves after all moves; `backprop` is "stored", "checkpoint" or "reversible"."""
     if backprop == "stored" or not torch.is_grad_enabled():
-        return _stored(halves, moves, args, options)
-    if (
-        torch.compiler.is_compiling()
-    ):  # a compiler would save other tensors the second time
-        return eagerly(run, halves, moves, args, options, backprop)
-    if (
-        recording.depth
-        or transformed()
-        or halves[0].value.is_meta
-        or any(map(_is_lazy, moves))
-    ):
-        return _stored(halves, moves, args, options)
+        return _follow(halves, moves)
+    if torch.compiler.is_compiling():
+        # A compiler would save other tensors the second time.
+        return eagerly(run, halves, moves, backprop)
+    once = recording.depth or transformed() or halves[0].value.is_meta
+    if once or any(map(_is_lazy, moves)):
+        return _follow(halves, moves)
     # Memory of its own: the state may be changed in place before the backward pass.
     halves = [Half(half.value.clone(), half.exact) for half in halves]
-    if backprop == "checkpoint":
-        return _checkpointed(halves, moves, args, options)
-    if capturing(halves[0].value):
-        raise OptionError(
-            'backprop="reversible" checks each backward pass, which a CUDA graph cannot; take '
-            'backprop="checkpoint" there.'
-        )
-    return Rebuild(moves, args, options).forward(halves)
+    if backprop == "reversible":
+        return Rebuild(moves).forward(halves)
+    size = math.isqrt(len(moves)) or 1
+    for first in range(0, len(moves), size):
+        halves = _checkpointed(halves, moves[first : first + size])
+    return halves
 
 
-def _stored(
-    halves: list[Half], moves: Sequence[Move], args: Any, options: Any
+def undo(halves: list[Half], moves: Sequence[Move]) -> list[Half]:
+    """The halves before all moves."""
+    return _follow(halves, moves[::-1], -1)
+
+
+def _follow(
+    halves: list[Half], moves: Sequence[Move], sign: int = 1
 ) -> list[Half]:
     halves = list(halves)
     for move in moves:
-        step = _evaluate(
-            move, halves[move.source].value, halves[move.target], args, options
-        )
-        halves[move.target] = halves[move.target].moved(step)
+        target = halves[move.target]
+        step = _evaluate(move, halves[move.source].value, target)
+        halves[move.target] = target.moved(step, sign)
     return halves
 
 
-def undo(
-    halves: list[Half], moves: Sequence[Move], args: Any, options: Any
-) -> list[Half]:
-    """The halves before all moves."""
-    halves = list(halves)
-    for move in reversed(moves):
-        step = _evaluate(
-            move, halves[move.source].value, halves[move.target], args, options
-        )
-        halves[move.target] = halves[move.target].moved(step, -1)
+def _checkpointed(halves: list[Half], moves: Sequence[Move]) -> list[Half]:
+    """The halves after some moves, which are stored before them alone."""
+    name = f"{moves[0].name} to {moves[-1].name}"
+    snapshot = Snapshot(name, moves, halves[0].value.device)
+
+    def follow(halves: list[Half]) -> list[Half]:
+        with recording:
+            return _follow(halves, moves)
+
+    halves = checkpoint(  # pyright: ignore[reportAssignmentType]
+        follow,
+        halves,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (nullcontext(), snapshot),
+    )
+    snapshot.finish()
     return halves
 
 
-def _checkpointed(
-    halves: list[Half], moves: Sequence[Move], args: Any, options: Any
-) -> list[Half]:
-    """The halves after all moves, of which about sqrt(N) states are stored."""
-    size = math.isqrt(len(moves)) or 1
-    for first in range(0, len(moves), size):
-        segment = moves[first : first + size]
-        name = f"{segment[0].name} to {segment[-1].name}"
-        moment = Moment(
-            name, [move.module for move in segment], halves[0].value.device
-        )
-
-        def again(
-            *tensors: Any, segment: Sequence[Move] = segment
-        ) -> list[Half]:
-            pairs = zip(tensors[::2], tensors[1::2], strict=True)
-            with recording:
-                return _stored(
-                    [Half(*pair) for pair in pairs], segment, args, options
-                )
-
-        contexts: Any = lambda moment=moment: (nullcontext(), moment)  # noqa: E731
-        tensors = [tensor for half in halves for tensor in half]
-        halves = checkpoint(  # pyright: ignore[reportAssignmentType]
-            again,
-            *tensors,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=contexts,
-        )
-        moment.done()
-    return halves
-
-
-def _evaluate(
-    move: Move, source: Tensor, target: Half, args: Any, options: Any
-) -> Tensor:
+def _evaluate(move: Move, source: Tensor, target: Half) -> Tensor:
     """The result of a move's function, with the shape of its target."""
     if torch.compiler.is_compiling():
-        step = move.function(source, *args, **options)
+        step = move.function(source)
     else:
-        source = (
-            source.clone() if source.is_inference() else source
-        )  # which has no version
+        if source.is_inference():  # which has no version
+            source = source.clone()
         version = _version(source)
-        step = move.function(source, *args, **options)
+        step = move.function(source)
         if _version(source) != version:
             raise OptionError(
                 f"{move.name} changed its input in place, which would change the state itself; "
                 "use inplace=False."
             )
-    if not isinstance(step, Tensor):
+    shape = getattr(step, "shape", type(step).__name__)
+    if shape != target.value.shape:
         raise ShapeError(
-            f"{move.name} must return one tensor, but returned a {type(step).__name__}; wrap it in "
-            "a module that returns the tensor alone."
-        )
-    if step.shape != target.value.shape:
-        raise ShapeError(
-            f"{move.name} must return the shape of the half that it moves, "
-            f"{tuple(target.value.shape)}, but returned {tuple(step.shape)}."
+            f"{move.name} must return one tensor of the shape of the half that it moves, "
+            f"{tuple(target.value.shape)}, but returned {shape}."
         )
     return step
 
@@ -254,7 +209,47 @@ def _evaluate(
 # Computing a move again
 
 
-class Moment:
+class Held(NamedTuple):
+    """A weight or buffer as a module held it in the forward pass."""
+
+    holder: dict[str, Any]
+    name: str
+    tensor: Tensor
+    needs_grad: bool
+    version: int
+
+    @property
+    def changed(self) -> bool:
+        """True if it was changed in place."""
+        return _version(self.tensor) != self.version
+
+    @property
+    def exchanged(self) -> bool:
+        """True if the module holds another tensor now, or this one with other gradients."""
+        now = self.holder.get(self.name)
+        if type(now) not in (*PLAIN, type(None)):
+            return False
+        same = now is self.tensor
+        return not same or self.tensor.requires_grad != self.needs_grad
+
+    def restore(self, stack: ExitStack, tensor: Tensor) -> None:
+        """Put a tensor into its place for a while."""
+        stack.callback(
+            self.holder.update, {self.name: self.holder.get(self.name)}
+        )
+        self.holder[self.name] = tensor
+
+
+def _held(holders: list[Any]) -> list[Held]:
+    return [
+        Held(holder, name, tensor, tensor.requires_grad, _version(tensor))
+        for holder in holders
+        for name, tensor in holder.items()
+        if type(tensor) in PLAIN
+    ]
+
+
+class Snapshot:
     """Everything besides arguments that moves depend on: random numbers, autocast, modules.
 
     Modules have weights, statistics, and modes. Other weights than now were there inside of
@@ -262,7 +257,7 @@ class Moment:
     """
 
     def __init__(
-        self, name: str, roots: Sequence[Any], device: torch.device
+        self, name: str, moves: Sequence[Move], device: torch.device
     ) -> None:
         self.name = name
         self.device = device
@@ -270,41 +265,34 @@ class Moment:
         if device.type == "cuda":
             self.cuda_random = torch.cuda.get_rng_state(device)
         self.autocast = {kind: _autocast(kind) for kind in (device.type, "cpu")}
-        roots = [root for root in roots if isinstance(root, nn.Module)]
-        modules = {module: None for root in roots for module in root.modules()}
+        roots = [m.module for m in moves if isinstance(m.module, nn.Module)]
+        modules = list(
+            dict.fromkeys(m for root in roots for m in root.modules())
+        )
         self.modes = [(module, module.training) for module in modules]
-        self.weights = [
-            entry
-            for module in modules
-            for entry in _entries(module._parameters)
-        ]
-        self.buffers = [
-            entry for module in modules for entry in _entries(module._buffers)
-        ]
+        self.weights = _held([module._parameters for module in modules])
+        self.buffers = _held([module._buffers for module in modules])
         # Batch normalisation does not mark its statistics as changed.
-        norms = [
-            module
-            for module in modules
-            if getattr(module, "track_running_stats", False)
-        ]
-        self.counted = [
-            entry for module in norms for entry in _entries(module._buffers)
-        ]
+        self.counted = _held(
+            [
+                module._buffers
+                for module in modules
+                if getattr(module, "track_running_stats", False)
+            ]
+        )
         self.stacks: list[ExitStack] = []
 
-    def done(self) -> None:
+    def finish(self) -> None:
         """Note what the modules changed by themselves in the first pass."""
-        for entry in self.weights:
-            entry.version = _version(entry.tensor)
-        self.counted += [
-            b for b in self.buffers if b.version != _version(b.tensor)
+        self.weights = [
+            held._replace(version=_version(held.tensor))
+            for held in self.weights
         ]
+        self.counted += [held for held in self.buffers if held.changed]
 
     def check(self) -> None:
         """Raise if weights were changed in place, as by the step of an optimiser."""
-        if any(
-            entry.version != _version(entry.tensor) for entry in self.weights
-        ):
+        if any(held.changed for held in self.weights):
             raise OptionError(
                 f"the weights of {self.name} changed in place after the forward pass, so the "
                 "gradients would be those of other weights; take the optimiser's step after the "
@@ -315,67 +303,29 @@ class Moment:
         """Go back to this moment for a while, with gradients."""
         self.check()
         with ExitStack() as stack:
-            self._restore_numbers(stack)
-            self._restore_modules(stack)
+            cuda = [self.device] if self.device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(cuda))
+            torch.set_rng_state(self.random)
+            if cuda:
+                torch.cuda.set_rng_state(self.cuda_random, self.device)
+            for kind, settings in self.autocast.items():
+                if settings != _autocast(kind):
+                    stack.enter_context(torch.autocast(kind, *settings))
+            stack.enter_context(torch.enable_grad())
+            for module, mode in self.modes:
+                if module.training != mode:
+                    stack.callback(setattr, module, "training", not mode)
+                    module.training = mode
+            for held in [*self.weights, *self.buffers]:
+                if held.exchanged:
+                    tensor = held.tensor.detach()
+                    held.restore(stack, tensor.requires_grad_(held.needs_grad))
+            for held in self.counted:
+                held.restore(stack, held.tensor.clone())
             self.stacks.append(stack.pop_all())
 
     def __exit__(self, *_: object) -> None:
         self.stacks.pop().close()
-
-    def _restore_numbers(self, stack: ExitStack) -> None:
-        cuda = [self.device] if self.device.type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(cuda))
-        torch.set_rng_state(self.random)
-        if cuda:
-            torch.cuda.set_rng_state(self.cuda_random, self.device)
-        for kind, settings in self.autocast.items():
-            if settings != _autocast(kind):
-                stack.enter_context(torch.autocast(kind, *settings))
-        stack.enter_context(torch.enable_grad())
-
-    def _restore_modules(self, stack: ExitStack) -> None:
-        for module, mode in self.modes:
-            if module.training != mode:
-                stack.callback(setattr, module, "training", not mode)
-                module.training = mode
-        for entry in [*self.weights, *self.buffers]:
-            entry.restore(stack)
-        for entry in self.counted:
-            stack.callback(
-                entry.holder.update, {entry.name: entry.holder[entry.name]}
-            )
-            entry.holder[entry.name] = entry.tensor.clone()
-
-
-@dataclass
-class Entry:
-    """A weight or buffer as a module held it in the forward pass."""
-
-    holder: dict[str, Any]
-    name: str
-    tensor: Tensor
-    needs_grad: bool
-    version: int
-
-    def restore(self, stack: ExitStack) -> None:
-        """Put it back for a while, if the module holds another tensor, or has frozen this one."""
-        now = self.holder.get(self.name)
-        if type(now) not in (*PLAIN, type(None)):
-            return
-        if now is self.tensor and self.tensor.requires_grad == self.needs_grad:
-            return
-        stack.callback(self.holder.update, {self.name: now})
-        self.holder[self.name] = self.tensor.detach().requires_grad_(
-            self.needs_grad
-        )
-
-
-def _entries(holder: Any) -> list[Entry]:
-    return [
-        Entry(holder, name, tensor, tensor.requires_grad, _version(tensor))
-        for name, tensor in holder.items()
-        if type(tensor) in PLAIN
-    ]
 
 
 def _version(x: Tensor) -> int:
@@ -384,11 +334,8 @@ def _version(x: Tensor) -> int:
 
 def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
     enabled = torch.is_autocast_enabled(kind)
-    return (
-        torch.get_autocast_dtype(kind),
-        enabled,
-        torch.is_autocast_cache_enabled(),
-    )
+    cached = torch.is_autocast_cache_enabled()
+    return torch.get_autocast_dtype(kind), enabled, cached
 
 
 class Recording(threading.local):
@@ -409,63 +356,70 @@ recording = Recording()
 class Step(NamedTuple):
     """The notes of the forward pass about one move."""
 
-    moment: Moment
+    snapshot: Snapshot
     needs_grad: bool  # of its source
     dtype: torch.dtype  # of its target
     saved: list[tuple[torch.Size, torch.dtype]]  # shapes of what autograd saves
     sample: Tensor  # entries of its result
-    source: Tensor | None  # stored for the first two moves alone
+    source: Tensor | None  # stored if it is a half of the first state
 
 
 class Rebuild:
     """Moves that are computed again in the backward pass, last one first.
 
     In the place of a tensor, autograd saves its number. The tensors of a move are in `values` while
-    it is computed, and again from when they were rebuilt until those of another move are.
+    it is computed, and again from when they were rebuilt until those of another move are. Halves
+    are rebuilt from when they first move: until then they are those of the given state, whose
+    zeros stay zeros.
     """
 
-    def __init__(self, moves: Sequence[Move], args: Any, options: Any) -> None:
+    def __init__(self, moves: Sequence[Move]) -> None:
         self.moves = tuple(moves)
-        self.args = args
-        self.options = options
         self.steps: list[Step] = []
-        self.values: dict[int, dict[int, Tensor]] = {}
+        self.values: dict[int, list[Tensor]] = {}
         self.read: set[int] = set()  # numbers of rebuilt tensors that were read
-        self.first = -1  # the first move with anything to rebuild
+        self.first = len(self.moves)  # the first move with anything to rebuild
         self.next = -1  # the move that is undone next
-        self.doubts: list[
-            tuple[str, Tensor]
-        ] = []  # relative errors of moves, "" for the state
+        # Relative errors of moves by name, "" for the state.
+        self.doubts: list[tuple[str, Tensor]] = []
         self.lock = threading.RLock()  # several threads may go back at once
 
     def forward(self, halves: list[Half]) -> list[Half]:
         """The halves after all moves."""
+        moved: set[int] = set()
         for k, move in enumerate(self.moves):
-            source, target = halves[move.source].value, halves[move.target]
-            moment = Moment(move.name, [move.module], source.device)
-            if k and torch.equal(moment.random, self.steps[-1].moment.random):
-                moment.random = self.steps[
-                    -1
-                ].moment.random  # many take no memory
-            values = self.values[k] = {}
+            source = halves[move.source].value
+            target = halves[move.target]
+            snapshot = Snapshot(move.name, [move], source.device)
+            if k:  # many copies of the same random state would take memory
+                last = self.steps[-1].snapshot.random
+                if torch.equal(snapshot.random, last):
+                    snapshot.random = last
+            values = self.values[k] = []
             hooks = saved_tensors_hooks(
-                partial(_pack, values, None), partial(self._unpack, k)
+                partial(_pack, values, []), partial(self._unpack, k)
             )
             with recording, hooks:
-                result = _evaluate(
-                    move, source, target, self.args, self.options
-                )
-            moment.done()
-            if values and self.first < 0:
-                self.first = k
-            saved = [(x.shape, x.dtype) for x in values.values()]
-            start = source.detach() if 0 <= self.first >= k - 1 else None
-            notes = (target.value.dtype, saved, _sample(result), start)
-            self.steps.append(Step(moment, source.requires_grad, *notes))
+                result = _evaluate(move, source, target)
+            snapshot.finish()
+            if values:
+                self.first = min(self.first, k)
+            known = k >= self.first and move.source not in moved
+            step = Step(
+                snapshot,
+                source.requires_grad,
+                target.value.dtype,
+                [(x.shape, x.dtype) for x in values],
+                _sample(result),
+                source.detach() if known or k == self.first + 1 else None,
+            )
+            self.steps.append(step)
             self.values.clear()
             values.clear()  # which autograd's hook holds
             halves[move.target] = target.moved(result)
-            if 0 <= self.first == k - 1:
+            if k >= self.first:
+                moved.add(move.target)
+            if k == self.first + 1:
                 self.start = _detached(halves)
         self.end = _detached(halves)
         return halves
@@ -476,7 +430,7 @@ class Rebuild:
             if k not in self.values:
                 eagerly(self._rebuild, k)
             elif number in self.read:  # another backward pass, perhaps
-                self.steps[k].moment.check()
+                self.steps[k].snapshot.check()
             if k < len(self.steps):  # else the move itself takes gradients
                 self.read.add(number)
             return self.values[k][number]
@@ -493,124 +447,100 @@ class Rebuild:
                 self.read.clear()
                 self._undo(self.next)
                 self.next -= 1
-            if k == self.first:
-                self._judge(self.doubts, final=True)
-            elif not self.halves[0].value.is_cuda:  # where reading takes time
-                self._judge(self.doubts[-2:])
+            final = k == self.first
+            if final or not self.halves[0].value.is_cuda:
+                self._judge(self.doubts if final else self.doubts[-2:], final)
         except Exception:
             self.values.clear()
             self.next = -1
             raise
 
     def _undo(self, k: int) -> None:
-        move, step = self.moves[k], self.steps[k]
+        move = self.moves[k]
+        step = self.steps[k]
         if k == self.first + 1:
-            self.doubts.append(("", _drift(self.start, self.halves, self.end)))
-        source = (
-            self.halves[move.source].value
-            if step.source is None
-            else step.source
-        )
+            self.doubts.append(("", self._drift()))
+        source = step.source
+        if source is None:
+            source = self.halves[move.source].value
         target = self.halves[move.target]
-        values: dict[int, Tensor] = {}
+        values: list[Tensor] = []
         versions: list[int] = []
         hooks = saved_tensors_hooks(
             partial(_pack, values, versions), values.__getitem__
         )
-        with step.moment, recording, hooks:
+        with step.snapshot, recording, hooks:
             source = source.detach().requires_grad_(step.needs_grad)
-            result = _evaluate(move, source, target, self.args, self.options)
-        if versions != [_version(x) for x in values.values()]:
+            result = _evaluate(move, source, target)
+        if versions != [_version(x) for x in values]:
             raise OptionError(
                 f"{move.name} changes in place what its own gradient is computed from; use the "
                 "operation that is not in place there."
             )
-        if [(x.shape, x.dtype) for x in values.values()] != step.saved:
+        if [(x.shape, x.dtype) for x in values] != step.saved:
             raise OptionError(f"{move.name} {OTHERWISE}: {REASONS}.")
-        before = target.moved(result.detach(), -1)
-        self.halves[move.target] = Half(
-            before.value.to(step.dtype), before.exact
-        )
-        doubt = _difference(step.sample, _sample(result), _sample(target.value))
-        if (
-            before.exact is not None
-        ):  # where the same source gives the very same move
-            doubt = torch.where(doubt == 0, doubt, torch.inf)
-        self.doubts.append((move.name, doubt))
+        half = target.moved(result.detach(), -1)
+        self.halves[move.target] = Half(half.value.to(step.dtype), half.exact)
+        self.doubts.append((move.name, _difference(step, result, target)))
         self.values[k] = values
 
-    def _judge(
-        self, doubts: list[tuple[str, Tensor]], *, final: bool = False
-    ) -> None:
+    def _drift(self) -> Tensor:
+        """The drift of the worse half at the start; on the grid 0 or infinite.
+
+        A sample whose half is 0 there is judged by its size at the end.
+        """
+        drifts = []
+        for halves in zip(self.start, self.halves, self.end, strict=True):
+            if halves[0].exact is not None:
+                same = (halves[0].exact == halves[1].exact).all()
+                drifts.append(torch.where(same, 0.0, torch.inf))
+            else:
+                rows = [torch.atleast_2d(half.value) for half in halves]
+                start, rebuilt, end = (x.flatten(1) for x in rows)
+                size = torch.where(start.any(1, keepdim=True), start, end)
+                drifts.append(drift(size + (rebuilt - start), size).float())
+        return torch.stack(drifts).max()
+
+    def _judge(self, doubts: list[tuple[str, Tensor]], final: bool) -> None:
         """Raise if a move, or the state, is far from that of the forward pass; at the end warn."""
-        finite = torch.stack(
-            [half.value.isfinite().all() for half in self.end]
-        ).all()
-        values = [doubt for _, doubt in doubts]
-        finite, *values = torch.stack([finite.to(values[0]), *values]).tolist()
-        if not finite:
-            return  # from which nothing can be rebuilt: the gradients are not finite either
-        for j, (name, _) in enumerate(doubts):
-            if name and values[j] <= DIFFERENT:
-                values[j] = 0.0
-        worst = max(range(len(values)), key=values.__getitem__)
-        name, error = doubts[worst][0], values[worst]
-        reason = f"the backward pass came back to a state that is off by {error:.2g} of its size"
-        noticeable = torch.finfo(self.end[0].value.dtype).eps ** 0.5
+        errors = torch.stack([doubt for _, doubt in doubts]).tolist()
+        rounding = torch.finfo(self.end[0].value.dtype).eps ** 0.5
+        worst, name = 0.0, ""
+        for (label, _), error in zip(doubts, errors, strict=True):
+            if error > max(worst, DIFFERENT if label else rounding):
+                worst, name = error, label
+        if not worst or not all(h.value.isfinite().all() for h in self.end):
+            return  # gradients of a state that is not finite are not finite either
+        reason = f"the backward pass came back to a state that is off by {worst:.2g} of its size"
         if name:
-            noticeable = DIFFERENT
-            rounding = (
+            grown = (
                 "rounding has grown, or " if self.end[0].exact is None else ""
             )
-            reason = f"{name} {OTHERWISE}, but was off by {error:.2g}: {rounding}{REASONS}"
-        if error >= WORTHLESS:
+            reason = f"{name} {OTHERWISE}, but was off by {worst:.2g}: {grown}{REASONS}"
+        if worst >= WORTHLESS:
             raise OptionError(
                 f"{reason}, so the gradients would be worthless; {ADVICE}."
             )
-        if final and error > noticeable:
+        if final:
             text = f"{reason}, so the gradients are inexact; {ADVICE}."
             warnings.warn(text, ReversalWarning, stacklevel=2)
 
 
-def drift_of(y: Tensor, rebuilt: Tensor, end: Tensor) -> Tensor:
-    """The relative error of a rebuilt state for its worst sample, along the first axis.
+def _difference(step: Step, result: Tensor, target: Half) -> Tensor:
+    """The difference of two results of a move in units of the move; on the grid 0 or infinite.
 
-    Each sample is judged by its own size; a sample of zeros by its size at the end.
+    Rounding of the state is allowed for, unless the source was stored.
     """
-    rows = [
-        x.reshape(1, -1) if x.ndim < 2 else x.flatten(1)
-        for x in (rebuilt - y, y, end)
-    ]
-    error, size, last = (torch.linalg.vector_norm(x, dim=1) for x in rows)
-    ratio = error / torch.where(size > 0, size, last)
-    ratio = torch.where(error == 0, 0.0, ratio)
-    return ratio.nan_to_num(torch.inf, torch.inf).max().float()
-
-
-def _drift(start: list[Half], halves: list[Half], end: list[Half]) -> Tensor:
-    """The drift of the worse half; on the grid 0 or infinite."""
-    drifts = []
-    for y, rebuilt, last in zip(start, halves, end, strict=True):
-        if y.exact is not None and rebuilt.exact is not None:
-            same = (y.exact == rebuilt.exact).all()
-            drifts.append(torch.where(same, 0.0, torch.inf))
-        elif y.value.numel():
-            drifts.append(drift_of(y.value, rebuilt.value, last.value))
-    return torch.stack(drifts).max() if drifts else torch.zeros(())
-
-
-def _difference(before: Tensor, after: Tensor, target: Tensor) -> Tensor:
-    """The relative difference of two results of a move, beyond the rounding of the state."""
-    error, size, state = map(
-        torch.linalg.vector_norm, (after - before, before, target)
-    )
-    rounding = 32 * torch.finfo(target.dtype).eps / WORTHLESS
-    ratio = error / (size + rounding * state)
-    return (
-        torch.where(error == 0, 0.0, ratio)
-        .nan_to_num(torch.inf, torch.inf)
-        .float()
-    )
+    norm = torch.linalg.vector_norm
+    error = norm(_sample(result) - step.sample)
+    size = norm(step.sample)
+    if step.source is None:
+        rounding = 32 * torch.finfo(target.value.dtype).eps / WORTHLESS
+        size = size + rounding * norm(_sample(target.value))
+    ratio = (error / size).nan_to_num(torch.inf, torch.inf)
+    if target.exact is not None:
+        ratio = torch.inf
+    return torch.where(error == 0, 0.0, ratio).float()
 
 
 def _sample(x: Tensor) -> Tensor:
@@ -619,14 +549,10 @@ def _sample(x: Tensor) -> Tensor:
     return x.detach().reshape(-1)[::stride].clone()
 
 
-def _pack(
-    values: dict[int, Tensor], versions: list[int] | None, x: Tensor
-) -> int:
-    number = len(values)
-    values[number] = x.detach()
-    if versions is not None:
-        versions.append(_version(x))
-    return number
+def _pack(values: list[Tensor], versions: list[int], x: Tensor) -> int:
+    values.append(x.detach())
+    versions.append(_version(x))
+    return len(values) - 1
 
 
 def _detached(halves: list[Half]) -> list[Half]:
@@ -635,10 +561,13 @@ def _detached(halves: list[Half]) -> list[Half]:
 
 def _is_lazy(move: Move) -> bool:
     """True if a module draws its first weights in this call, which cannot be repeated."""
-    if not isinstance(move.module, nn.Module):
-        return False
+    modules: Any = ()
+    if isinstance(move.module, nn.Module):
+        modules = move.module.modules()
     return any(
-        nn.parameter.is_lazy(weight) for weight in move.module.parameters()
+        isinstance(module, LazyModuleMixin)
+        and module.has_uninitialized_params()  # pyright: ignore
+        for module in modules
     )
 
 
@@ -647,18 +576,6 @@ def eagerly(function: Callable[..., Any], *args: Any) -> Any:
     if "torch._dynamo" in sys.modules:  # else importing it would take a second
         function = torch.compiler.disable(function)
     return function(*args)
-
-
-def memory_of(device: torch.device) -> int:
-    """The memory of a device in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def capturing(x: Tensor) -> bool:
-    """True if a CUDA graph records the call, so that no value can be read."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def transformed() -> bool:

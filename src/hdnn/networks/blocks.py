@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hdnn.engine import rebuild
 from hdnn.engine.rebuild import Half, Move
 from hdnn.errors import OptionError, ShapeError, choose, positive_float
-from hdnn.networks.network import Guarantee
+from hdnn.networks.network import HOOKS, Guarantee, unknown_reason
 
 VOLUME = "each layer is made of shears, det = 1, so the product of all singular values is 1"
 GRADIENTS = "each layer is made of shears by gradients of energies: it is symplectic, det = 1"
@@ -28,7 +28,11 @@ SCOPE = (
 )
 
 
-class Layers(nn.Module):
+# What decides what a block computes.
+COMPUTES = ("__call__", "forward", "inverse", "moves", "fields")
+
+
+class ShearLayers(nn.Module):
     """Moves of the two halves of a state along the axis `dim`: what a block and a stack share.
 
     A call hands further arguments to all modules: masks, edges, conditions and the like. It raises
@@ -46,7 +50,8 @@ class Layers(nn.Module):
 
     def fields(self) -> list[Any]:
         """All modules that move a half."""
-        raise NotImplementedError
+        modules = [move.module for move in self.moves()]
+        return [module for module in modules if module is not None]
 
     def forward(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
         """The last state from the first.
@@ -56,11 +61,9 @@ class Layers(nn.Module):
             *args: go to all modules.
             **options: go to all modules.
         """
+        moves = [move.bind(args, options) for move in self.moves()]
         backprop = "stored" if self.backprop == "auto" else self.backprop
-        halves = rebuild.run(
-            self._halves(y), self.moves(), args, options, backprop
-        )
-        return self._joined(y, halves)
+        return self._joined(y, rebuild.run(self._halves(y), moves, backprop))
 
     def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
         """The first state from the last: exact up to rounding, and to the last bit on the grid.
@@ -70,33 +73,23 @@ class Layers(nn.Module):
             *args: what the forward pass was given.
             **options: what the forward pass was given.
         """
-        return self._joined(
-            y, rebuild.undo(self._halves(y), self.moves(), args, options)
-        )
+        moves = [move.bind(args, options) for move in self.moves()]
+        return self._joined(y, rebuild.undo(self._halves(y), moves))
 
     def _halves(self, y: Tensor) -> list[Half]:
-        name = type(self).__name__
-        if not isinstance(y, Tensor) or not (
-            y.is_floating_point() or y.is_complex()
-        ):
-            kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
-            raise ShapeError(
-                f"{name} takes a state of floating-point numbers, but got {kind}."
-            )
-        if not -y.ndim <= self.dim < y.ndim:
-            raise ShapeError(
-                f"there is no axis {self.dim} in a state of shape {tuple(y.shape)}."
-            )
-        if y.shape[self.dim] % 2:
-            raise ShapeError(
-                f"{name} splits the state into (p, q) along axis {self.dim}, so its size there "
-                f"must be even, but got {tuple(y.shape)}; double the state, "
-                "y = torch.cat([x, x], dim), or add a zero."
-            )
         fixed = self.state == "fixed"
-        if fixed and y.is_complex():
+        fits = isinstance(y, Tensor) and -y.ndim <= self.dim < y.ndim
+        number = fits and (
+            y.is_floating_point() or (y.is_complex() and not fixed)
+        )
+        if not number or y.shape[self.dim] % 2:
+            kind = type(y).__name__
+            if isinstance(y, Tensor):
+                kind = f"{y.dtype} of shape {tuple(y.shape)}"
             raise ShapeError(
-                'state="fixed" is for real numbers; take state="float" for complex y.'
+                f"{type(self).__name__} splits a state of floating-point numbers, real ones on the "
+                f"grid, into (p, q) along axis {self.dim}, where its size must be even, but got "
+                f"{kind}; double the state, y = torch.cat([x, x], dim), or add a zero."
             )
         return rebuild.halves_of(y, self.dim, fixed=fixed)
 
@@ -111,24 +104,16 @@ class Layers(nn.Module):
         """True if all modules are gradients of energies."""
         return all(
             isinstance(field, GradientField)
-            and not overridden(field, GradientField)
+            and unknown_reason(field, COMPUTES) is None
             for field in self.fields()
         )
 
     def guarantee(self) -> Guarantee:
         """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
-        base = next(
-            kind
-            for kind in (Coupling, Leapfrog, Reversible, Layers)
-            if isinstance(self, kind)
-        )
-        names = overridden(self, base)
-        if names or base is Layers:
-            name = type(self).__name__
-            why = f"nothing is known of {name}, which has its own {', '.join(names) or 'moves'}"
-            return Guarantee(
-                False, "none", f"{why}; if something is, give it a guarantee()"
-            )
+        reason = unknown_reason(self, COMPUTES)
+        if reason is not None:
+            why = f"nothing is known of this layer: {reason}"
+            return Guarantee(False, "none", why)
         return Guarantee(True, GRADIENTS if self.symplectic else VOLUME, SCOPE)
 
     def form(self) -> str:
@@ -140,7 +125,7 @@ class Layers(nn.Module):
         return f"dim={self.dim}"
 
 
-class Coupling(Layers):
+class Coupling(ShearLayers):
     """A layer of any two modules on states y = (p, q): `p += F(q)`, then `q += G(p)`.
 
     Both updates are shears, with determinant 1 whatever F and G are. So `norm(dy_N/dy_j) >= 1` in a
@@ -176,11 +161,8 @@ class Coupling(Layers):
         ]
         return [move for move in both if move.function is not None]
 
-    def fields(self) -> list[Any]:
-        return [field for field in (self.F, self.G) if field is not None]
 
-
-class Leapfrog(Layers):
+class Leapfrog(ShearLayers):
     """A layer of any module on states y = (p, q): `p += h F(q)`, then `q += h p`.
 
     With `F = -dV/dq` these are the equations of a mass in the potential V, with the energy
@@ -209,27 +191,25 @@ class Leapfrog(Layers):
         self.h = positive_float("h", h)
 
     def moves(self) -> list[Move]:
+        kick = partial(_kick, self.F, self.h)
+        drift = partial(_drift, self.h)
         return [
-            Move(1, 0, self._kick, "F", self.F),
-            Move(0, 1, self._drift, "the drift h p"),
+            Move(1, 0, kick, "F", self.F),
+            Move(0, 1, drift, "the drift h p"),
         ]
-
-    def fields(self) -> list[Any]:
-        return [self.F]
-
-    def _kick(self, q: Tensor, *args: Any, **options: Any) -> Tensor:
-        force = self.F(q, *args, **options)
-        return (
-            force
-            if self.h == 1 or not isinstance(force, Tensor)
-            else self.h * force
-        )
-
-    def _drift(self, p: Tensor, *args: Any, **options: Any) -> Tensor:
-        return self.h * p
 
     def extra_repr(self) -> str:
         return f"h={self.h}, dim={self.dim}"
+
+
+def _kick(F: Any, h: float, q: Tensor, *args: Any, **options: Any) -> Tensor:
+    force = F(q, *args, **options)
+    scaled = h != 1 and isinstance(force, Tensor)
+    return h * force if scaled else force
+
+
+def _drift(h: float, p: Tensor, *args: Any, **options: Any) -> Tensor:
+    return h * p
 
 
 class GradientField(nn.Module):
@@ -256,10 +236,6 @@ class GradientField(nn.Module):
         super().__init__()
         self.energy = checked_module("energy", energy)
         self.scale = float(scale)
-        if not math.isfinite(self.scale):
-            raise OptionError(
-                f"scale must be a finite number, but got {scale}."
-            )
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """The gradient at x, in its shape.
@@ -299,15 +275,15 @@ def _gradient(total: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The gradient at an alias of x, on which nothing else depends."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        alias = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+        alias = x.view_as(x)  # unlike detach(), with the tangent of x
+        if not alias.requires_grad:
+            alias.requires_grad_()
         E = total(alias)
         gradient = None
         if E.requires_grad:
-            options: dict[str, Any] = {
-                "create_graph": create_graph,
-                "allow_unused": True,
-            }
-            (gradient,) = torch.autograd.grad(E, alias, **options)
+            (gradient,) = torch.autograd.grad(
+                E, alias, create_graph=create_graph, allow_unused=True
+            )
     if gradient is None:
         raise OptionError(
             "the energy has no gradient by its input; compute it by differentiable operations, "
@@ -335,20 +311,22 @@ def _checked_energy(energy: Any, x: Tensor) -> Tensor:
     )
 
 
-class Reversible(Layers):
+class Reversible(ShearLayers):
     """Blocks (`hdnn.Coupling`, `hdnn.Leapfrog`) one after the other, on states y = (p, q).
 
     `norm(dy_N/dy_j) >= 1` at any depth, whatever the modules of the blocks are, and memory need not
     grow with depth. `net(y, mask=mask)` hands further arguments to all modules.
 
     A stack calls the modules of its blocks, and not the blocks: hooks, `torch.compile` and
-    `fully_shard` belong on each F and G, or on the stack. `torch.compile` of a stack compiles it
-    with stored states alone; otherwise compile each F and G.
+    `fully_shard` belong on each F and G, or on the stack; hooks of a block are an error.
+    `torch.compile` of a stack compiles it with stored states alone; otherwise compile each F and G.
 
     With "reversible" each complete backward pass checks where it came back to: gradients that are a
     little off give a `ReversalWarning`, worthless ones an error. So does a module that does not
     compute the same a second time, unless it moves a half by less than about 4e-6 (float32) of its
-    size, or only a few entries in a thousand differ.
+    size after the first block, or only a few entries in a thousand differ. Entries that are exactly
+    0 are rebuilt as such in `y_0` alone: where modules like ReLU have a kink at 0 and later states
+    stay at 0, take state="fixed".
 
     Args:
         blocks: the layers, all of which split the state along the same axis.
@@ -382,7 +360,9 @@ class Reversible(Layers):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         for j, block in enumerate(self.blocks):
-            if not isinstance(block, Layers) or isinstance(block, Reversible):
+            if not isinstance(block, ShearLayers) or isinstance(
+                block, Reversible
+            ):
                 raise OptionError(
                     f"block {j} is a {type(block).__name__}; make it a layer by hdnn.Leapfrog(F) "
                     "or hdnn.Coupling(F, G)."
@@ -401,19 +381,17 @@ class Reversible(Layers):
     def moves(self) -> list[Move]:
         moves = []
         for j, block in enumerate(self):
-            if type(block).__name__.startswith("FSDP"):
+            if _is_hooked(block):
                 raise OptionError(
-                    f"block {j} is sharded, but a stack calls the modules of its blocks and not "
-                    "the blocks; shard each F and G, as in fully_shard(block.F), or the stack."
+                    f"block {j} has hooks or is sharded, but a stack calls the modules of its "
+                    "blocks and not the blocks; hook or shard each F and G, as in "
+                    "fully_shard(block.F), or the stack."
                 )
             moves += [
                 move._replace(name=f"{move.name} of block {j}")
                 for move in block.moves()
             ]
         return moves
-
-    def fields(self) -> list[Any]:
-        return [field for block in self for field in block.fields()]
 
     def trajectory(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
         """All states, `y_0` to `y_N`, stacked: `(N+1, *y.shape)`.
@@ -426,7 +404,8 @@ class Reversible(Layers):
         halves = self._halves(y)
         states = [self._joined(y, halves)]
         for block in self:
-            halves = rebuild.run(halves, block.moves(), args, options)
+            moves = [move.bind(args, options) for move in block.moves()]
+            halves = rebuild.run(halves, moves)
             states.append(self._joined(y, halves))
         return torch.stack(states)
 
@@ -440,10 +419,10 @@ class Reversible(Layers):
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def __iter__(self) -> Iterator[Layers]:
+    def __iter__(self) -> Iterator[ShearLayers]:
         return iter(self.blocks)  # pyright: ignore[reportReturnType]
 
-    def __getitem__(self, j: int) -> Layers:
+    def __getitem__(self, j: int) -> ShearLayers:
         return self.blocks[j]  # pyright: ignore[reportReturnType]
 
     def form(self) -> str:
@@ -456,14 +435,10 @@ class Reversible(Layers):
         return f"{len(self)} blocks, dim={self.dim}, {options}"
 
 
-def overridden(module: nn.Module, base: type) -> list[str]:
-    """The methods of a class in hdnn that a subclass, or the module itself, replaces."""
-    names = ("__call__", "forward", "moves", "fields", "_kick", "_drift")
-    methods = [name for name in names if hasattr(base, name)]
-    mine = [name for name in methods if name in vars(module)]
-    return mine + [
-        n for n in methods if getattr(type(module), n) is not getattr(base, n)
-    ]
+def _is_hooked(block: nn.Module) -> bool:
+    """True if a block has hooks, other than those by which hdnn watches all modules."""
+    hooks = [hook for kind in HOOKS for hook in getattr(block, kind).values()]
+    return not all(str(hook.__module__).startswith("hdnn.") for hook in hooks)
 
 
 def checked_module(name: str, module: Any, *, optional: bool = False) -> Any:

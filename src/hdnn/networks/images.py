@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,39 +18,31 @@ from torch.nn import functional as F
 
 from hdnn import activations
 from hdnn.engine import current, rebuild
+from hdnn.engine.memory import device_bytes
 from hdnn.engine.rebuild import Half, Move
-from hdnn.errors import (
-    OptionError,
-    ShapeError,
-    choose,
-    positive_float,
-    positive_int,
+from hdnn.errors import OptionError, ShapeError, choose, positive_int
+from hdnn.networks.network import (
+    ALWAYS,
+    EXPANDING,
+    SYMPLECTIC,
+    Guarantee,
+    step_size,
+    unknown_reason,
 )
-from hdnn.networks.network import ALWAYS, EXPANDING, SYMPLECTIC, Guarantee
-from hdnn.sparsity import Sparsity
 
-DEFAULT_T = 2.4
 NORMS = ("none", "inside", "after", "both")
 MOMENTUM = 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
 EPS = 1e-5
-
-
-class Shear(NamedTuple):
-    """The weights of one move: B^T sigma(A s + a), with a normalisation before sigma."""
-
-    A: Tensor
-    a: Tensor
-    B: Tensor
-    gamma: Tensor | None = None
-    beta: Tensor | None = None
+# The first values of weights and statistics that are not drawn.
+FIRST = {"K": 0.0, "b": 0.0, "gamma": 1.0, "beta": 0.0, "mean": 0.0, "var": 1.0}
 
 
 class HamiltonianUnit(nn.Module):
     """N layers of `y' = J K^T sigma(K y + b)` on images, with K a convolution.
 
     The first half of the channels is p, the second q. "h1" is forward Euler, with parameters K
-    (N, C, C/groups, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with `K_p`, `K_q`
-    (N, C/2, C/2/groups, k, k) and `b_p`, `b_q` (N, C/2). `guarantee()` says whether
+    (N, C, C, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with `K_p`, `K_q`
+    (N, C/2, C/2, k, k) and `b_p`, `b_q` (N, C/2). `guarantee()` says whether
     `norm(dy_N/dy_j) >= 1` holds with these options. `torch.compile` makes units fast on a GPU.
 
     Under autocast, or with weights in half precision, the state stays in float32 inside the unit
@@ -60,13 +52,12 @@ class HamiltonianUnit(nn.Module):
         channels: C, an even number.
         layers: N, the number of steps.
         network: "h1" or "h2".
-        kernel: k, the side of the kernels of K; odd.
+        kernel: k, the side of the kernels of K.
         step: h, a number or one for each layer; or give T instead.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.
         activation: sigma, the name of one of `hdnn.activations.names()`.
-        groups: into which the channels of K are split, as in `torch.nn.Conv2d`.
-        padding: zeros around an image inside of K, by default (k - 1) / 2; states have one shape
-            for any.
+        padding: zeros around an image inside of K, by default k // 2; states have one shape for
+            any.
         norm: "inside" puts batch normalisation between K y + b and sigma, "after" behind the unit,
             "both" at both places, "none" nowhere.
         backprop: what the backward pass starts from: "stored" states of all layers, or a
@@ -79,16 +70,13 @@ class HamiltonianUnit(nn.Module):
         drop: the probability, one for all or one a layer, to leave a layer out for an image in
             training. If it is not left out, its step is h / (1 - drop), so that the mean step is h.
             The theorem holds for any steps, so it holds for these too.
-        sparsity: a pattern R (M, M), or a `hdnn.Sparsity` with it, over M nodes that each own a
-            group of channels of p and the same of q: K is zero between nodes that R does not link.
         init: "scaled" draws K from N(0, 1/fan-in) with b = 0; "paper" draws all from N(0, 1).
         generator: of the first weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
         device: of the weights; by default that of new tensors.
 
     Raises:
-        ShapeError: if the channels are odd or do not split into the groups or nodes, or the kernel
-            is even.
+        ShapeError: if the channels are odd.
         OptionError: if a name or a number is not known, or two options exclude each other, such as
             "h1" and "reversible".
 
@@ -104,7 +92,6 @@ class HamiltonianUnit(nn.Module):
     """
 
     certified_at = "images"
-    free: Tensor | None  # the blocks of a sparse K that are not zero
 
     def __init__(
         self,
@@ -116,12 +103,10 @@ class HamiltonianUnit(nn.Module):
         step: float | Sequence[float] | None = None,
         T: float | None = None,
         activation: str = "relu",
-        groups: int = 1,
         padding: int | None = None,
         norm: str = "none",
         backprop: str = "auto",
         drop: float | Sequence[float] = 0.0,
-        sparsity: Sparsity | Tensor | None = None,
         init: str = "scaled",
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
@@ -133,42 +118,30 @@ class HamiltonianUnit(nn.Module):
         self.network = choose("network", network, ("h1", "h2"))
         self.norm = choose("norm", norm, NORMS)
         self.kernel = positive_int("kernel", kernel)
-        self.groups = positive_int("groups", groups)
         self.padding = self.kernel // 2 if padding is None else padding
         self.activation = activations.registered(activation).name
-        self.step = _step_size(step, T, self.layers)
+        self.step = step_size(step, T, self.layers)
         self.backprop = choose(
             "backprop", backprop, ("auto", *rebuild.BACKPROPS)
         )
         self.drop = _probabilities(drop, self.layers)
         self.init = choose("init", init, ("scaled", "paper"))
-        self.halves = (
-            ("q", "p") if network == "h2" else ("",)
-        )  # whose weights each move reads
-        self.sparsity = sparsity
-        self._check_options()
+        # The halves whose weights each move reads.
+        self.halves = ("q", "p") if network == "h2" else ("",)
+        if channels % 2:
+            raise ShapeError(
+                f"{channels} channels do not split into (p, q); take an even number."
+            )
+        if network == "h1" and backprop == "reversible":
+            raise OptionError(
+                'an H1 layer has no explicit inverse; backprop="reversible" is for h2, take '
+                '"checkpoint" to save memory.'
+            )
         self._add_weights(dtype, device)
         self.after = None
         if norm in ("after", "both"):
             self.after = nn.BatchNorm2d(channels, dtype=dtype, device=device)
         self.reset_parameters(generator)
-
-    def _check_options(self) -> None:
-        width = self.channels // len(self.halves)
-        if self.channels % 2 or width % self.groups:
-            raise ShapeError(
-                f"{self.channels} channels must split into (p, q), and {width} of them into "
-                f"{self.groups} groups."
-            )
-        if self.kernel % 2 == 0:
-            raise ShapeError(
-                f"kernel must be odd, to have a middle, but got {self.kernel}."
-            )
-        if self.network == "h1" and self.backprop == "reversible":
-            raise OptionError(
-                'an H1 layer has no explicit inverse; backprop="reversible" is for h2, take '
-                '"checkpoint" to save memory.'
-            )
 
     # The weights
 
@@ -186,62 +159,21 @@ class HamiltonianUnit(nn.Module):
     def _shape(self) -> tuple[int, ...]:
         """The shape of a stack K."""
         width = self.channels // len(self.halves)
-        return (
-            self.layers,
-            width,
-            width // self.groups,
-            self.kernel,
-            self.kernel,
-        )
+        return (self.layers, width, width, self.kernel, self.kernel)
 
     def _add_weights(self, dtype: torch.dtype | None, device: Any) -> None:
-        options: dict[str, Any] = {"dtype": dtype, "device": device}
-        N, width, *_ = self._shape
-        free = (
-            None if self.sparsity is None else self._free_entries().to(device)
-        )
-        self.register_buffer("free", free, persistent=False)
+        row = self._shape[:2]
+        shapes = {"K": self._shape, "b": row}
+        if self.normed:
+            shapes |= dict.fromkeys(("gamma", "beta", "mean", "var"), row)
         for half in reversed(self.halves):
-            if free is None:
-                self._add(named("K", half), torch.empty(self._shape, **options))
-            else:
-                count = self._free_entries().expand(self._shape).sum()
-                self._add(
-                    named("K", half) + "_free",
-                    torch.empty(int(count), **options),
-                )
-            self._add(named("b", half), torch.empty(N, width, **options))
-            if self.normed:
-                self._add(
-                    named("gamma", half), torch.empty(N, width, **options)
-                )
-                self._add(named("beta", half), torch.empty(N, width, **options))
-                for name in ("mean", "var"):
-                    self.register_buffer(
-                        named(name, half), torch.empty(N, width, **options)
-                    )
-
-    def _add(self, name: str, tensor: Tensor) -> None:
-        self.register_parameter(name, nn.Parameter(tensor))
-
-    def _free_entries(self) -> Tensor:
-        """True for the blocks of K (r, n, 1, 1) that a pattern R leaves free."""
-        sparsity = self.sparsity
-        sparsity = (
-            sparsity if isinstance(sparsity, Sparsity) else Sparsity(sparsity)
-        )
-        R, m = sparsity.R.cpu(), self.channels // 2
-        sizes = sparsity.node_sizes(m)
-        if R.ndim != 2 or self.groups > 1 or sum(sizes) != m:
-            raise ShapeError(
-                f"sparsity takes one pattern R (M, M) for all layers, groups=1, and nodes that own "
-                f"C/2 = {m} channels, but they own {sum(sizes)}."
-            )
-        nodes = torch.repeat_interleave(torch.tensor(sizes, device="cpu"))
-        if self.network == "h1":  # node i owns (p[i], q[i])
-            nodes = torch.cat([nodes, nodes])
-        mask = R.bool()[nodes][:, nodes]
-        return mask[:, :, None, None]
+            for name, shape in shapes.items():
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+                if name in ("mean", "var"):
+                    self.register_buffer(named(name, half), tensor)
+                else:
+                    weight = nn.Parameter(tensor)
+                    self.register_parameter(named(name, half), weight)
 
     @torch.no_grad()
     def reset_parameters(
@@ -252,13 +184,9 @@ class HamiltonianUnit(nn.Module):
         Args:
             generator: of the weights; by default PyTorch's global one.
         """
-        if self.free is not None and not self.free.is_meta:
-            self.free[:] = self._free_entries()
-        tensors = dict(self.named_parameters(recurse=False))
-        tensors |= dict(self.named_buffers(recurse=False))
-        for name, tensor in tensors.items():
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             kind = name.split("_")[0]
-            if not tensor.is_meta and kind != "free":
+            if kind in FIRST and not tensor.is_meta:
                 self._start(tensor, kind, generator)
         if self.after is not None:
             self.after.reset_parameters()
@@ -267,51 +195,44 @@ class HamiltonianUnit(nn.Module):
         self, tensor: Tensor, kind: str, generator: torch.Generator | None
     ) -> None:
         """Give a tensor its first values."""
-        if kind == "K" or (kind == "b" and self.init == "paper"):
-            scale = (
-                1.0
-                if self.init == "paper"
-                else math.prod(self._shape[2:]) ** -0.5
-            )
-            where = tensor.device if generator is None else generator.device
-            # In float32, so that a seed gives the same unit in any dtype.
-            options = {
-                "generator": generator,
-                "device": where,
-                "dtype": torch.float32,
-            }
-            tensor.copy_(scale * torch.randn(tensor.shape, **options))
-        else:
-            tensor.fill_(1.0 if kind in ("gamma", "var") else 0.0)
+        paper = self.init == "paper"
+        if kind != "K" and not (kind == "b" and paper):
+            tensor.fill_(FIRST[kind])
+            return
+        # In float32, so that a seed gives the same unit in any dtype.
+        draw = torch.randn(
+            tensor.shape,
+            generator=generator,
+            device=tensor.device if generator is None else generator.device,
+            dtype=torch.float32,
+        )
+        scale = 1.0 if paper else math.prod(self._shape[2:]) ** -0.5
+        tensor.copy_(scale * draw)
 
     def weight(self, name: str) -> Tensor:
-        """The stack of that name, such as "K" or "b_p"; of a sparse K all entries, zeros included.
+        """The stack of that name, such as "K" or "b_p".
 
         Args:
             name: of a parameter.
         """
-        if name.startswith("K") and self.free is not None:
-            values = getattr(self, f"{name}_free")
-            return values.new_zeros(self._shape).masked_scatter(
-                self.free, values
-            )
         return getattr(self, name)
 
     def smoothness(self) -> Tensor:
         """The regulariser `R_K` of this unit's own K and b: small if layers differ little."""
-        jumps = 0.0
+        jumps: Any = 0.0
         for half in self.halves:
             for name in ("K", "b"):
-                jumps = jumps + self.weight(named(name, half)).diff(
-                    dim=0
-                ).square().flatten(1).sum(1)
-        assert isinstance(jumps, Tensor)
-        if isinstance(self.step, tuple):
-            jumps = torch.stack(
-                [h * x for h, x in zip(self.step[1:], jumps, strict=True)]
-            )
-            return 0.5 * jumps.sum()
-        return 0.5 * self.step * jumps.sum()
+                weight = self.weight(named(name, half))
+                jump = weight.diff(dim=0, prepend=weight[:1])
+                jumps = jumps + jump.square().flatten(1).sum(1)
+        return 0.5 * self._times_step(jumps).sum()
+
+    def _times_step(self, stack: Tensor) -> Tensor:
+        """The step of each layer times its entries."""
+        if not isinstance(self.step, tuple):
+            return self.step * stack
+        pairs = zip(self.step, stack, strict=True)
+        return torch.stack([h * entries for h, entries in pairs])
 
     @property
     def h(self) -> float | tuple[float, ...]:
@@ -329,13 +250,11 @@ class HamiltonianUnit(nn.Module):
         Raises:
             ShapeError: if y has another shape or dtype, or is smaller than the kernel.
         """
-        self._check_images(y)
-        backprop = self._chosen_backprop(y)
-        dtype = self._working_dtype(y)
-        with torch.autocast(y.device.type, enabled=False):
-            moves = self._moves(dtype, self._factors(y), counts=True)
-            halves = rebuild.run(self._halves(y), moves, (), {}, backprop)
-            y_N = self._joined(y, halves)
+
+        def run(halves: list[Half], moves: list[Move]) -> list[Half]:
+            return rebuild.run(halves, moves, self._chosen_backprop(y))
+
+        y_N = self._walk(y, run, training=True)
         return y_N if self.after is None else self.after(y_N)
 
     def trajectory(self, y: Tensor) -> Tensor:
@@ -365,18 +284,16 @@ class HamiltonianUnit(nn.Module):
             layers: the numbers of the layers.
             trajectory: give all their states, stacked.
         """
-        self._check_images(y)
-        dtype = self._working_dtype(y)
-        with torch.autocast(y.device.type, enabled=False):
+        states = [y]
+
+        def run(halves: list[Half], moves: list[Move]) -> list[Half]:
             each = len(self.halves)
-            moves = self._moves(dtype)
-            halves = self._halves(y)
-            states = [y]
             for j in range(self.layers)[layers]:
-                halves = rebuild.run(
-                    halves, moves[each * j : each * (j + 1)], (), {}
-                )
+                halves = rebuild.run(halves, moves[each * j : each * (j + 1)])
                 states.append(self._joined(y, halves))
+            return halves
+
+        self._walk(y, run)
         return torch.stack(states) if trajectory else states[-1]
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -389,81 +306,61 @@ class HamiltonianUnit(nn.Module):
             OptionError: for h1, and where normalisation stands behind the unit.
         """
         if self.network == "h1" or self.after is not None:
-            reason = (
-                "H1 has no explicit inverse"
-                if self.network == "h1"
-                else "norm='after' has none"
-            )
             raise OptionError(
-                f"{reason}; take network='h2' with norm 'none' or 'inside'."
+                "there is no explicit inverse of H1, nor of a normalisation behind the unit; take "
+                'network="h2" with norm "none" or "inside".'
             )
-        self._check_images(y)
-        dtype = self._working_dtype(y)
-        with torch.autocast(y.device.type, enabled=False):
-            return self._joined(
-                y, rebuild.undo(self._halves(y), self._moves(dtype), (), {})
-            )
+        return self._walk(y, rebuild.undo)
 
-    def _halves(self, y: Tensor) -> list[Half]:
-        return [
-            Half(half) for half in y.to(self._wide).chunk(len(self.halves), 1)
-        ]
+    def _walk(
+        self,
+        y: Tensor,
+        run: Callable[[list[Half], list[Move]], list[Half]],
+        *,
+        training: bool = False,
+    ) -> Tensor:
+        """The state after `run` of all moves.
+
+        If `training` is true, layers are left out and running means follow the batch in training.
+        """
+        self._check_images(y)
+        dtype = self._dtype
+        device = y.device.type
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            factors = self._factors(y) if training else None
+            moves = self._moves(dtype, factors, counts=training)
+            values = y.to(self._wide).chunk(len(self.halves), 1)
+            return self._joined(y, run([Half(half) for half in values], moves))
 
     def _joined(self, y: Tensor, halves: list[Half]) -> Tensor:
         values = [half.value for half in halves]
         state = values[0] if len(values) == 1 else torch.cat(values, 1)
         return state.to(y.dtype)
 
-    def _working_dtype(self, y: Tensor) -> torch.dtype:
-        """The dtype of the convolutions."""
-        if (
-            torch.is_autocast_enabled(y.device.type)
-            and self._dtype != torch.float64
-        ):
-            return torch.get_autocast_dtype(y.device.type)
-        return self._dtype
-
     def _moves(
-        self,
-        dtype: torch.dtype,
-        factors: Sequence[Tensor] | None = None,
-        *,
-        counts: bool = False,
+        self, dtype: torch.dtype, factors: Sequence[Tensor] | None, counts: bool
     ) -> list[Move]:
-        """The moves of all layers, in the order in which they run.
-
-        Running means follow the batch in training if `counts` is true.
-        """
+        """The moves of all layers, in the order in which they run, for convolutions in a dtype."""
+        last = len(self.halves) - 1
         shears = [self._shears(half, dtype) for half in self.halves]
-        count = len(self.halves)
         moves = []
         for j in range(self.layers):
             factor = None if factors is None else factors[j]
-            for target in range(count):
-                half = self.halves[target]
-                function = partial(
-                    self._force, j, half, shears[target][j], factor, counts
-                )
-                moves.append(
-                    Move(
-                        count - 1 - target, target, function, f"layer {j}", self
-                    )
-                )
+            for target, half in enumerate(self.halves):
+                shear = shears[target][j]
+                force = partial(self._force, shear, factor, j, half, counts)
+                move = Move(last - target, target, force, f"layer {j}", self)
+                moves.append(move)
         return moves
 
-    def _shears(self, half: str, dtype: torch.dtype) -> list[Shear]:
-        """The weights of one move of each layer, for convolutions in that dtype."""
+    def _shears(self, half: str, dtype: torch.dtype) -> list[Any]:
+        """A, a and B of one move of each layer, with gamma and beta if there are any."""
         K = self.weight(named("K", half))
-        sign = -1 if half == "q" else 1
-        if isinstance(self.step, tuple):
-            B = torch.stack(
-                [sign * h * K_j for h, K_j in zip(self.step, K, strict=True)]
-            )
-        else:
-            B = (sign * self.step) * K
-        if (
-            self.network == "h1" and self.groups == 1
-        ):  # J swaps the halves of what comes out
+        B = self._times_step(-K if half == "q" else K)
+        if self.network == "h1":
+            # J swaps the halves of what comes out.
             B_p, B_q = B.chunk(2, 2)
             B = torch.cat([-B_q, B_p], 2)
         stacks = [
@@ -472,49 +369,34 @@ class HamiltonianUnit(nn.Module):
             B.to(dtype),
         ]
         if self.normed:
-            stacks += [
-                self.weight(named("gamma", half)),
-                self.weight(named("beta", half)),
-            ]
-        return [
-            Shear(*tensors)
-            for tensors in zip(*(t.unbind(0) for t in stacks), strict=True)
-        ]
+            names = ("gamma", "beta")
+            stacks += [self.weight(named(name, half)) for name in names]
+        columns = [stack.unbind(0) for stack in stacks]
+        return list(zip(*columns, strict=True))
 
     def _force(
         self,
+        shear: Sequence[Tensor],
+        factor: Tensor | None,
         j: int,
         half: str,
-        shear: Shear,
-        factor: Tensor | None,
         counts: bool,
         s: Tensor,
     ) -> Tensor:
-        """B^T sigma(A s + a), times J if that is not in B."""
-        options: dict[str, Any] = {
-            "padding": self.padding,
-            "groups": self.groups,
-        }
-        x = F.conv2d(s.to(shear.A.dtype), shear.A, shear.a, **options)
-        if shear.gamma is not None:
-            running: tuple[Any, Any] = (None, None)
+        """B^T sigma(A s + a)."""
+        A, a, B, *affine = shear
+        x = F.conv2d(s.to(A.dtype), A, a, padding=self.padding)
+        if affine:
+            running: list[Any] = [None, None]
             if counts or not self.training:
-                mean = self.get_buffer(named("mean", half))
-                running = (mean[j], self.get_buffer(named("var", half))[j])
+                names = (named("mean", half), named("var", half))
+                running = [self.get_buffer(name)[j] for name in names]
+            options = {"momentum": MOMENTUM, "eps": EPS}
             x = F.batch_norm(
-                x,
-                *running,
-                shear.gamma,
-                shear.beta,
-                self.training,
-                MOMENTUM,
-                EPS,
+                x, *running, *affine, training=self.training, **options
             )
         z = activations.get(self.activation)(x)
-        f = F.conv_transpose2d(z, shear.B, **options)
-        if self.network == "h1" and self.groups > 1:
-            f_p, f_q = f.chunk(2, 1)
-            f = torch.cat([-f_q, f_p], 1)
+        f = F.conv_transpose2d(z, B, padding=self.padding)
         return f if factor is None else factor * f
 
     def _factors(self, y: Tensor) -> Sequence[Tensor] | None:
@@ -544,7 +426,7 @@ class HamiltonianUnit(nn.Module):
             size = images * self.layers * y.numel() * y.dtype.itemsize
             backprop = (
                 "stored"
-                if size <= rebuild.memory_of(y.device) / 32
+                if size <= device_bytes(y.device) / 32
                 else "checkpoint"
             )
         return backprop
@@ -559,30 +441,19 @@ class HamiltonianUnit(nn.Module):
         return torch.promote_types(self._dtype, torch.float32)
 
     def _check_images(self, y: Tensor) -> None:
-        if (
-            not isinstance(y, Tensor)
-            or y.ndim != 4
-            or y.shape[1] != self.channels
-        ):
-            shape = (
-                tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        kind = type(y).__name__
+        if isinstance(y, Tensor):
+            autocast = torch.is_autocast_enabled(y.device.type)
+            fits = y.dtype == self._dtype or (
+                autocast and y.is_floating_point()
             )
-            raise ShapeError(
-                f"a unit takes images (B, {self.channels}, height, width), but got {shape}."
-            )
-        if min(y.shape[2:]) + 2 * self.padding < self.kernel:
-            raise ShapeError(
-                f"a kernel of {self.kernel} x {self.kernel} with padding {self.padding} does not "
-                f"fit into images of {y.shape[2]} x {y.shape[3]}."
-            )
-        autocast = (
-            torch.is_autocast_enabled(y.device.type) and y.is_floating_point()
+            if fits and y.ndim == 4 and y.shape[1] == self.channels:
+                return
+            kind = f"{y.dtype} of shape {tuple(y.shape)}"
+        raise ShapeError(
+            f"a unit takes images (B, {self.channels}, height, width) in one dtype with its "
+            f"weights, {self._dtype}, but got {kind}; use .to(dtype) on one of them."
         )
-        if y.dtype != self._dtype and not autocast:
-            raise ShapeError(
-                f"HamiltonianUnit has weights in {self._dtype}, but y is {y.dtype}; both must have "
-                "one dtype: use .to(dtype) on one of them."
-            )
 
     def guarantee(self) -> Guarantee:
         """Whether `norm(dy_N/dy_j) >= 1` is a theorem for this unit as it is now, and why.
@@ -592,28 +463,29 @@ class HamiltonianUnit(nn.Module):
         if s >= 0. In training each sample's gradient depends on the batch: the H2 map of the batch
         preserves volume, but nothing is promised for one sample.
         """
+        reason = unknown_reason(self, ("__call__", "forward", "run_layers"))
+        sigma = activations.get(self.activation)
         if self.normed and self.training:
             reason = "batch statistics tie the samples together while training; see it in eval()"
-            return Guarantee(False, "none", reason)
-        sigma = activations.get(self.activation)
-        if self.network == "h2":
-            promise = Guarantee(True, SYMPLECTIC, ALWAYS)
-        elif not sigma.monotone:
+        elif self.network == "h1" and not sigma.monotone:
             reason = f"forward Euler promises nothing for {self.activation}, which can decrease"
-            promise = Guarantee(False, "none", reason)
-        elif self.normed and bool((self.weight("gamma") < 0).any()):
+        elif (
+            self.network == "h1"
+            and self.normed
+            and (self.weight("gamma") < 0).any()
+        ):
             reason = (
                 "a gamma < 0 turns an activation around, so that it decreases"
             )
-            promise = Guarantee(False, "none", reason)
-        else:
-            reason = f"at any depth, because {self.activation} never decreases"
-            promise = Guarantee(True, EXPANDING, reason)
-        if promise.holds and self.after is not None:
-            promise = replace(
-                promise,
-                why=f"{promise.why}, for the unit before its normalisation",
-            )
+        if reason is not None:
+            return Guarantee(False, "none", reason)
+        promise = Guarantee(True, SYMPLECTIC, ALWAYS)
+        if self.network == "h1":
+            why = f"at any depth, because {self.activation} never decreases"
+            promise = Guarantee(True, EXPANDING, why)
+        if self.after is not None:
+            why = f"{promise.why}, for the unit before its normalisation"
+            promise = replace(promise, why=why)
         return promise
 
     def _apply(
@@ -630,54 +502,17 @@ class HamiltonianUnit(nn.Module):
         return super()._apply(each, recurse)
 
     def extra_repr(self) -> str:
-        facts = [
-            self.network,
-            f"{self.channels} channels",
-            f"{self.layers} layers",
-        ]
-        facts += [f"kernel {self.kernel}", self.activation]
-        facts.append(
-            f"h = {self.step:.4g}"
-            if isinstance(self.step, float)
-            else "h for each layer"
+        step = (
+            f"{self.step:.4g}" if isinstance(self.step, float) else "by layer"
         )
-        if self.groups > 1:
-            facts.append(f"{self.groups} groups")
-        if self.free is not None:
-            facts.append("sparse")
-        if self.norm != "none":
-            facts.append(f"norm {self.norm}")
-        if any(self.drop):
-            facts.append(f"drop to {max(self.drop):.4g}")
-        if self.backprop != "auto":
-            facts.append(f"backprop {self.backprop}")
-        return ", ".join(facts)
+        size = f"{self.channels} channels, {self.layers} layers"
+        kind = f"kernel {self.kernel}, {self.activation}, norm {self.norm}"
+        return f"{self.network}, {size}, {kind}, h = {step}"
 
 
 def named(name: str, half: str) -> str:
     """The name of a weight of one half: K_p, or K if there are no halves."""
     return f"{name}_{half}" if half else name
-
-
-def _step_size(
-    step: Any, T: float | None, layers: int
-) -> float | tuple[float, ...]:
-    """The step h: as given, one a layer, or T/N."""
-    if step is not None and T is not None:
-        raise OptionError(
-            f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}."
-        )
-    if step is None:
-        return positive_float("T", DEFAULT_T if T is None else T) / layers
-    if isinstance(step, Tensor):
-        step = step.tolist()
-    if isinstance(step, (list, tuple)):
-        if len(step) != layers:
-            raise OptionError(
-                f"step has {len(step)} entries for {layers} layers; give one each."
-            )
-        return tuple(positive_float("step", h) for h in step)
-    return positive_float("step", step)
 
 
 def _probabilities(drop: Any, layers: int) -> tuple[float, ...]:

@@ -73,13 +73,15 @@ class Guarantee:
     why: str
 
 
-def unknown_reason(module: nn.Module) -> str | None:
+def unknown_reason(
+    module: nn.Module, names: Sequence[str] = COMPUTES
+) -> str | None:
     """Why the theorems on a module's class may not hold for it, or None.
 
     A subclass outside of hdnn that overrides what is computed may change values and gradients, and
     so may hooks, but for those of PyTorch itself.
     """
-    for name in COMPUTES:
+    for name in names:
         owner = next(
             (cls for cls in type(module).__mro__ if name in vars(cls)), object
         )
@@ -167,7 +169,7 @@ class Network(nn.Module):
             )
         self.engine = engine
         self.backprop = backprop
-        self.step = _step_size(step, T, self.layers)
+        self.step = step_size(step, T, self.layers)
         self.learn_step = learn_step
         if tied and learn_step and isinstance(self.step, tuple):
             self._refuse("tied layers learn one step; give a single step or T.")
@@ -756,7 +758,7 @@ def _differentiated(net: Network, y: Tensor, j: int) -> Tensor:
     return torch.stack(columns, -1)
 
 
-def _step_size(
+def step_size(
     step: float | Sequence[float] | Tensor | None, T: float | None, layers: int
 ) -> float | tuple[float, ...]:
     """h from h itself, one a layer, or T with h = T/N."""
