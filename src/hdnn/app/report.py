@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import shlex
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hdnn import __version__
 from hdnn.app.runs import Run, find_runs
-from hdnn.app.scores import score_text
+from hdnn.app.scores import score_rows, score_text, spread
 from hdnn.errors import HDNNError, require
 
 MARK = "<!-- a report of hdnn -->"
@@ -88,6 +87,22 @@ class RunOnPage:
         return score_text(name, self.metrics[name]) if name else ""
 
     @property
+    def baseline(self) -> str:
+        """The same score of always giving the most frequent class, or the mean."""
+        name = self.measure.replace("test", "baseline")
+        if name == "baseline_r2":
+            return score_text(name, 0.0)
+        return (
+            score_text(name, self.metrics[name]) if name in self.metrics else ""
+        )
+
+    @property
+    def warnings(self) -> dict[str, str]:
+        """Classes that are never predicted, and what to try."""
+        rows = score_rows(self.metrics)
+        return {k: rows[k] for k in ("never predicted", "try") if k in rows}
+
+    @property
     def measure(self) -> str:
         """The name of that score."""
         return next(
@@ -159,17 +174,12 @@ def groups(runs: Sequence[RunOnPage]) -> list[dict[str, Any]]:
 
 def _group(runs: Sequence[RunOnPage]) -> dict[str, Any]:
     name = runs[0].measure
-    values = [run.metrics[name] for run in runs]
-    facts = {
-        "mean": statistics.fmean(values),
-        "std": statistics.stdev(values),
-        "smallest": min(values),
-        "largest": max(values),
-    }
+    facts = spread([run.metrics[name] for run in runs])
     shown = {key: score_text(name, value) for key, value in facts.items()}
     first = Path(runs[0].name).name
     return {
         "runs": f"{first} and {len(runs) - 1} more",
         "measure": name,
+        "simplest answer": runs[0].baseline,
         **shown,
     }
