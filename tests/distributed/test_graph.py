@@ -357,6 +357,11 @@ def test_each_node_reads_its_own_file_and_the_model_takes_rows_of_the_table(
             (predicted == t).double().mean()
         )
         assert metrics["test_accuracy"] > 0.85
+        common = t.mode().values
+        share = float((t == common).double().mean())
+        assert metrics["baseline_accuracy"] == share
+        assert metrics["baseline"].startswith(f"always answering {common} ")
+        assert metrics["never_predicted"] == []
 
 
 def test_mistakes_in_node_files_are_sentences(tmp_path):

@@ -389,12 +389,26 @@ class Training:
                 metrics[f"{part}_loss"] = loss
                 if not math.isnan(accuracy):
                     metrics[f"{part}_accuracy"] = accuracy
+                    metrics |= self.baseline(scores, t)
         traffic = self.messages.traffic()
         metrics["traffic"] = traffic
         metrics["messages"] = sum(row[2] for row in traffic)
         metrics["bytes"] = sum(row[3] for row in traffic)
         metrics["seconds"] = round(time.perf_counter() - self.start, 2)
         return metrics
+
+    def baseline(self, scores: Tensor, t: Tensor) -> dict[str, Any]:
+        """The accuracy of always giving the most frequent class, and classes never predicted."""
+        trained = self.samples["train"].t
+        assert trained is not None
+        common = int(trained.mode().values)
+        share = float((t == common).double().mean())
+        missed = set(t.tolist()) - set(self.head.predict(scores).tolist())
+        return {
+            "baseline_accuracy": share,
+            "baseline": f"always answering {common} would give {share:.2%}",
+            "never_predicted": [str(label) for label in sorted(missed)],
+        }
 
     @torch.no_grad()
     def gather(self) -> Model | None:
