@@ -25,7 +25,6 @@ from hdnn.app.train import PlaneJob, check_folders, load, train
 from hdnn.data import planar
 from hdnn.distributed import Graph
 from hdnn.distributed.exchange import world
-from hdnn.distributed.nodes import features_of
 from hdnn.errors import OptionError
 from hdnn.progress import Progress
 from hdnn.training import History
@@ -138,7 +137,7 @@ class GraphJob(PlaneJob):
         self.graph = Graph.of({**self.graph.table(), "sizes": sizes})
         placement = torch.zeros(len(self.problem.encoder.sources)).long()
         for node, inputs in owners.items():
-            features = features_of(self.graph, [node])
+            features = self.graph.places([node], both=True)
             placement[inputs] = features[: len(inputs)]
         self.placement = placement.tolist()
 

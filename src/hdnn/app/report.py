@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ PICTURES = {
     "norms": "Norm of dy_N/dy_j over the layers: below 1, a gradient shrinks in every direction.",
     "predictions": "Predicted against true values of the test rows.",
 }
-MOST_CLASSES = 30  # of a confusion table
 
 
 def is_report(path: str | Path) -> bool:
@@ -45,6 +43,7 @@ def page(folders: Sequence[str]) -> tuple[str, int]:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.filters["score"] = score_text
     names = differing([run.options for run in runs])
     text = environment.get_template("report.html.jinja").render(
         mark=MARK,
@@ -70,15 +69,17 @@ class RunOnPage:
                 self.metrics = run.metrics()
         except HDNNError as error:
             self.fault = str(error)
-        self.pictures = [
-            (
-                PICTURES.get(path.stem, path.stem),
-                base64.b64encode(path.read_bytes()).decode(),
-            )
-            for path in sorted(run.folder.glob("*.png"))
-        ]
+        self.pictures = {}
+        for path in sorted(run.folder.glob("*.png")):
+            caption = PICTURES.get(path.stem, path.stem)
+            content = base64.b64encode(path.read_bytes())
+            self.pictures[caption] = content.decode()
         self.certificate: dict[str, Any] = self.metrics.get("certificate") or {}
-        self.parts: dict[str, Any] = self.certificate.get("parts") or {}
+        measures = [k for k in TESTED if self.metrics.get(k) is not None]
+        self.measure = measures[0] if measures else ""
+        rows = score_rows(self.metrics)
+        names = ("never predicted", "try")
+        self.warnings = {k: rows[k] for k in names if k in rows}
 
     @property
     def score(self) -> str:
@@ -90,72 +91,17 @@ class RunOnPage:
     def baseline(self) -> str:
         """The same score of always giving the most frequent class, or the mean."""
         name = self.measure.replace("test", "baseline")
-        if name == "baseline_r2":
-            return score_text(name, 0.0)
-        return (
-            score_text(name, self.metrics[name]) if name in self.metrics else ""
-        )
-
-    @property
-    def warnings(self) -> dict[str, str]:
-        """Classes that are never predicted, and what to try."""
-        rows = score_rows(self.metrics)
-        return {k: rows[k] for k in ("never predicted", "try") if k in rows}
-
-    @property
-    def measure(self) -> str:
-        """The name of that score."""
-        return next(
-            (name for name in TESTED if self.metrics.get(name) is not None), ""
-        )
-
-    @property
-    def scores(self) -> list[tuple[str, str]]:
-        """All scores, with those of the simplest answer."""
-        rows = []
-        for name, value in self.metrics.items():
-            measured = name.startswith(
-                ("test_", "train_", "validation_", "baseline_")
-            )
-            if measured and isinstance(value, float):
-                rows.append((name.replace("_", " "), score_text(name, value)))
-        return rows
-
-    @property
-    def smallest_norm(self) -> str:
-        norm = self.certificate.get("smallest_norm")
-        return (
-            "" if norm is None else f"{int(norm * 1e4) / 1e4:g}"
-        )  # never rounded up to 1
-
-    @property
-    def confusion(self) -> dict[str, Any] | None:
-        """Classes and counts, a row for each true class; None for many classes."""
-        table = self.metrics.get("confusion")
-        if not table or len(table["classes"]) > MOST_CLASSES:
-            return None
-        return table
-
-    @property
-    def command(self) -> str:
-        """The command that trains the same again."""
-        words = ["hdnn", "launch" if "nodes" in self.metrics else "train"]
-        for name, value in self.options.items():
-            values = value if isinstance(value, list) else [value]
-            flag = f"--{name.replace('_', '-')}"
-            words += [f"{flag} {shlex.quote(str(each))}" for each in values]
-        return " ".join(words)
+        value = 0.0 if name == "baseline_r2" else self.metrics.get(name)
+        return "" if value is None else score_text(name, value)
 
 
 def differing(options: Sequence[dict[str, Any]]) -> list[str]:
     """The options in which runs differ."""
-    names: dict[str, set[str]] = {}
+    seen: dict[str, set[str]] = {}
     for values in options:
         for name in values:
-            names.setdefault(
-                name, {str(each.get(name, "")) for each in options}
-            )
-    return [name for name, values in names.items() if len(values) > 1]
+            seen[name] = {str(each.get(name, "")) for each in options}
+    return [name for name, texts in seen.items() if len(texts) > 1]
 
 
 def groups(runs: Sequence[RunOnPage]) -> list[dict[str, Any]]:

@@ -173,6 +173,16 @@ class Graph:
         """n, of all nodes together."""
         return 2 * sum(self.sizes)
 
+    def places(self, nodes: Sequence[int], *, both: bool) -> torch.Tensor:
+        """The features of some nodes: in a half of the state of all, or in both, p and then q."""
+        places: list[int] = []
+        for node in nodes:
+            half = range(self.first[node], self.first[node + 1])
+            places += half
+            if both:
+                places += [self.features // 2 + place for place in half]
+        return torch.tensor(places)
+
     def breaches(self, most: int = 1000) -> list[Breach]:
         """Pairs of nodes that updates need and the edges lack, up to so many of them."""
         if self.S is None:

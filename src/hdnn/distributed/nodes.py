@@ -30,16 +30,6 @@ class Samples(NamedTuple):
     order: str  # the same where samples and their order are the same
 
 
-def features_of(graph: Graph, nodes: Sequence[int]) -> Tensor:
-    """The features of some nodes among those of all: node by node p, then q."""
-    half = graph.features // 2
-    features: list[int] = []
-    for node in nodes:
-        own = range(graph.first[node], graph.first[node + 1])
-        features += [*own, *(half + k for k in own)]
-    return torch.tensor(features)
-
-
 def entry_points(graph: Graph) -> list[int]:
     """The features that points of the plane enter: p of the first node, q of the middle one."""
     middle = graph.nodes // 2
@@ -82,7 +72,7 @@ def write_nodes(
     home = Path(folder) / part
     home.mkdir(parents=True, exist_ok=True)
     for node in range(graph.nodes):
-        own = place(x, placement, features_of(graph, [node]))
+        own = place(x, placement, graph.places([node], both=True))
         save_file({"x": own}, home / f"{graph.key(node)}.safetensors")
     save_file({"t": t.contiguous()}, home / LABELS)
     io.write_json(Path(folder) / "classes.json", classes)
@@ -165,7 +155,7 @@ def _read(
         )
     rows = torch.cat(nodes, 1)
     own = torch.empty_like(rows)
-    order = features_of(plan.graph, plan.nodes).argsort()
+    order = plan.graph.places(plan.nodes, both=True).argsort()
     own[:, positions.argsort()] = rows[:, order]
     return Samples(own, t, orders.pop())
 
