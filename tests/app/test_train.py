@@ -113,8 +113,20 @@ def test_classes_that_are_never_predicted_are_named(capsys):
     )
     frame.to_csv("rare.csv", index=False)
     options = ["--data", "rare.csv", "--target", "label", "--epochs", "2"]
-    printed = run(capsys, "train", *options, "--ridge", "1000")
+    printed = run(capsys, "train", *options, "--ridge", "1000", "--out", "rare")
+    assert "always answering often would give" in printed
     assert "never predicted  rare" in printed
+    assert "try              --class-weight balanced" in printed
+    command = ["--run", "rare", "--data", "rare.csv", "--out", "answers.csv"]
+    printed = run(capsys, "predict", *command)
+    assert "accuracy         95.00% (always answering often" in printed
+    assert "never predicted  rare" in printed
+    assert "--class-weight balanced" in printed
+    run(capsys, "report", "rare")
+    page = Path("report.html").read_text()
+    overview = page[page.index("<h1>Runs") : page.index("<section")]
+    assert "95.00%</b></td><td>95.00%</td><td>rare</td>" in overview
+    assert "class-weight balanced" in page
 
 
 def test_a_regression_has_errors_in_units_of_its_target(capsys):

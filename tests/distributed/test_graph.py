@@ -19,8 +19,8 @@ from hdnn.distributed import (
     train,
     write_nodes,
 )
+from hdnn.distributed.nodes import entry_points
 from hdnn.distributed.plan import Halo
-from hdnn.distributed.train import entry_points
 from hdnn.errors import (
     CheckpointError,
     ConvergenceError,
@@ -72,18 +72,21 @@ def test_a_file_gives_nodes_names_links_and_columns(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nodes = ", "is not valid TOML"),
-        ("R = [[0, 1]]", "does not say how many nodes"),
-        ("nodes = 3\nlinks = []", "has 'links', but only nodes, edges"),
-        ("nodes = 3", "no edges and no R"),
+        ("nodes = ", "cannot read the graph .*, a TOML file"),
+        ("R = [[0, 1]]", "nodes must be a whole number"),
+        (
+            "nodes = 3\nlinks = []",
+            "the key 'links' is not known; choose one of R, T",
+        ),
+        ("nodes = 3", "R is missing"),
         ("nodes = 0\nR = []", "nodes must be a whole number"),
         ("nodes = 3\nR = 7", "R must be pairs of nodes, but is 7"),
-        ("nodes = 3\nR = [[0]]", r"R must be pairs of nodes, but has \[0\]"),
+        ("nodes = 3\nR = [[0]]", r"R must be pairs of nodes, but is \[\[0\]\]"),
         ("nodes = 3\nR = [[0, 3]]", "R has 3, but nodes are 0 to 2"),
         ("nodes = 3\nR = [[0, 1.5]]", "R has 1.5, but nodes are 0 to 2"),
         ("nodes = 3\nR = [[0, true]]", "R has True"),
         ('nodes = 3\nedges = [[0, "pump"]]', "edges has 'pump'"),
-        ('names = ["a", "A"]\nR = []', "names has 'A' twice"),
+        ('names = ["a", "A"]\nR = []', "names has 'A', but .* once"),
         ('names = ["../x"]\nR = []', "but a name has 1 to 64 letters"),
         ('names = ["a"]\nnodes = 2\nR = []', "there are 1 names, but 2 nodes"),
         ("nodes = 2\nR = []\nsizes = [1]", "sizes must be 2 whole numbers"),
@@ -114,7 +117,7 @@ def test_a_file_that_is_not_there_or_not_text_is_a_sentence(tmp_path):
     with pytest.raises(DataError, match="cannot read the graph"):
         Graph.read(tmp_path / "none.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="is not valid TOML"):
+    with pytest.raises(DataError, match="a TOML file"):
         Graph.read(tmp_path / "bytes.toml")
 
 
@@ -354,6 +357,11 @@ def test_each_node_reads_its_own_file_and_the_model_takes_rows_of_the_table(
             (predicted == t).double().mean()
         )
         assert metrics["test_accuracy"] > 0.85
+        common = t.mode().values
+        share = float((t == common).double().mean())
+        assert metrics["baseline_accuracy"] == share
+        assert metrics["baseline"].startswith(f"always answering {common} ")
+        assert metrics["never_predicted"] == []
 
 
 def test_mistakes_in_node_files_are_sentences(tmp_path):
@@ -367,10 +375,10 @@ def test_mistakes_in_node_files_are_sentences(tmp_path):
         with pytest.raises(DataError, match=message):
             train(graph, tmp_path, epochs=1)
 
-    fails(r"must hold x \(samples, 2\)", x=torch.zeros(300, 3))
-    fails(r"must hold x \(samples, 2\)", y=good)
+    fails(r"must hold x \(300, 2\)", x=torch.zeros(300, 3))
+    fails(r"must hold x \(300, 2\)", y=good)
     fails("without gaps", x=good / 0)
-    fails("has 200 samples, but others have 300", x=good[:200])
+    fails(r"must hold x \(300, 2\).* it has \(200, 2\)", x=good[:200])
     fails("another order, by their id", x=good, id=torch.arange(300))
     path.write_bytes(b"no tensors")
     with pytest.raises(DataError, match="cannot read"):
@@ -379,7 +387,7 @@ def test_mistakes_in_node_files_are_sentences(tmp_path):
     save_file(
         {"t": torch.full((300,), 2)}, tmp_path / "train" / "labels.safetensors"
     )
-    with pytest.raises(DataError, match=r"whole numbers t in 0 \.\. 1"):
+    with pytest.raises(DataError, match=r"a label in 0 \.\. 1"):
         train(graph, tmp_path, epochs=1)
 
 

@@ -241,12 +241,22 @@ def test_the_others_end_soon_after_one_is_killed_and_all_name_it(start):
     assert time.monotonic() - killed < 20
 
 
-def test_a_listener_that_never_answers_does_not_outlast_the_timeout(start):
+@pytest.mark.parametrize("seconds", [2, 100])
+def test_a_listener_that_never_answers_does_not_outlast_timeout_or_sigterm(
+    start, seconds
+):
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        program = ["-c", TRAIN.format(f"epochs=1, timeout={seconds}")]
+        process = start(program, 2, port, 1)
+        client, _ = silent.accept()
         begin = time.monotonic()
-        program = ["-c", TRAIN.format("epochs=1, timeout=2")]
-        output = ended(start(program, 2, silent.getsockname()[1], 1))
-    assert "LostError rendezvous of 2 processes at 127.0.0.1:" in output
+        if seconds == 100:
+            process.terminate()
+        output = ended(process)
+        client.close()
+    if seconds == 2:
+        assert "LostError rendezvous of 2 processes at 127.0.0.1:" in output
     assert time.monotonic() - begin < 30
 
 

@@ -1,4 +1,4 @@
-"""The commands of `hdnn` and their options; a mistake becomes one sentence and exit code 2.
+"""The commands of `hdnn` and their options.
 
 Commands import what they need when they run, so that the help is there at once.
 """
@@ -6,8 +6,8 @@ Commands import what they need when they run, so that the help is there at once.
 from __future__ import annotations
 
 import json
+import os
 import sys
-import warnings
 from collections.abc import Sequence
 from inspect import Parameter, Signature
 from typing import Annotated, Any
@@ -17,24 +17,25 @@ from typer import Argument, Option
 
 from hdnn import __version__
 from hdnn.app.config import (
-    GRAPH_OPTIONS,
+    GraphConfig,
     ImageConfig,
     LaunchOptions,
     RunOptions,
     TableConfig,
     all_options,
 )
-from hdnn.errors import HDNNError
+from hdnn.errors import CheckpointError, choose
 
 EXPERIMENTS = (
-    *("table-planar", "table-distributed", "table-mnist", "table-cifar"),
-    *(
-        "fig-planar",
-        "fig-distributed",
-        "fig-gradients",
-        "fig-exploding",
-        "fig-cifar",
-    ),
+    "table-planar",
+    "table-distributed",
+    "table-mnist",
+    "table-cifar",
+    "fig-planar",
+    "fig-distributed",
+    "fig-gradients",
+    "fig-exploding",
+    "fig-cifar",
 )
 
 # The base class of errors about options, of the click that typer needs or brings.
@@ -55,98 +56,58 @@ app = typer.Typer(
 )
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: say(f"note: {message}")
-        try:
-            return (
-                app(list(arguments), prog_name="hdnn", standalone_mode=False)
-                or 0
-            )
-        except HDNNError as error:
-            return say(error, 2)
-        except WRONG_OPTION as error:
-            message = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
-            return say(f"{message.rstrip('.')}; see hdnn --help.", 2)
-        except typer.Abort:
-            return say("interrupted", 130)
-        except KeyboardInterrupt as error:
-            return say(str(error) or "interrupted", 130)
-        except BrokenPipeError:
-            sys.stderr.close()  # Python would complain about the closed pipe
-            return 0
-        except OSError as error:
-            return say(
-                f"{error.filename or 'output'}: {error.strerror or error}.", 2
-            )
-
-
-def say(message: object, code: int = 0) -> int:
-    """Print one line on stderr; return the exit code."""
-    sys.stderr.write(f"hdnn: {' '.join(str(message).split())}\n")
-    return code
-
-
 def show(result: dict[str, Any], text: str, as_json: bool) -> None:
     """Print a result for programs or for people."""
     if as_json:
-        finite = json.loads(
-            json.dumps(result), parse_constant=lambda _: None
-        )  # no NaN
+        content = json.dumps(result)
+        finite = json.loads(content, parse_constant=lambda _: None)  # no NaN
         text = json.dumps(finite, indent=1)
     sys.stdout.write(text.rstrip("\n") + "\n")
 
 
 def command(
-    *examples: str,
-    configs: Sequence[type] = (),
-    names: Sequence[str] | None = None,
-    passes_on: bool = False,
+    *examples: str, configs: Sequence[type] = (), passes_on: bool = False
 ) -> Any:
-    """A command with examples; the fields of `configs`, or those named, become its options."""
+    """A command with examples; the fields of `configs` become its options."""
 
     def register(function: Any) -> Any:
         if configs:
-            function.__signature__ = signature(configs, names)
+            function.__signature__ = signature(configs)
         settings = {
             "allow_extra_args": passes_on,
             "ignore_unknown_options": passes_on,
         }
-        epilog = "\b\nExamples:\n" + "\n".join(
-            f"  hdnn {example}" for example in examples
-        )
+        shown = [f"  hdnn {example}" for example in examples]
+        epilog = "\n".join(["\b", "Examples:", *shown])
         return app.command(epilog=epilog, context_settings=settings)(function)
 
     return register
 
 
-def signature(
-    configs: Sequence[type], names: Sequence[str] | None = None
-) -> Signature:
+def signature(configs: Sequence[type]) -> Signature:
     """An option for each field of dataclasses; None or False if it is not given."""
     parameters = []
     for name, (annotation, about) in all_options(*configs).items():
-        if names is not None and name not in names:
-            continue
-        is_flag = annotation is bool
         flag = Option(f"--{name.replace('_', '-')}", help=about)
-        kind = Annotated[annotation if is_flag else annotation | None, flag]
-        default = False if is_flag else None
-        parameters.append(
-            Parameter(
-                name, Parameter.KEYWORD_ONLY, default=default, annotation=kind
-            )
+        default = None
+        if annotation is bool:
+            default = False
+        else:
+            annotation = annotation | None
+        kind = Annotated[annotation, flag]
+        parameter = Parameter(
+            name, Parameter.KEYWORD_ONLY, default=default, annotation=kind
         )
+        parameters.append(parameter)
     return Signature(parameters)
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given; a 0 is one of them."""
     return {
-        name: v
-        for name, v in options.items()
-        if v is not None and v is not False and v != []
+        k: v
+        for k, v in options.items()
+        if v not in (None, []) and v is not False
     }
 
 
@@ -173,10 +134,24 @@ def demo(
     as_json: JsonFlag = False,
 ) -> None:
     """Train a deep H2 on the Swiss roll; print its accuracy and gradient norms."""
-    from hdnn.app import demo
+    from hdnn.app import train
+    from hdnn.app.scores import lines
 
-    result = demo.run(layers=layers, epochs=epochs, seed=seed, out=out)
-    show(result, demo.text(result), as_json)
+    options = {"layers": layers, "epochs": epochs, "seed": seed, "out": out}
+    values = {"data": "swiss_roll", "overwrite": True, **chosen(options)}
+    [(config, run)] = train.plan(values)
+    result = train.train(config, run, {"overwrite": True, "quiet": as_json})
+    certificate = result["certificate"]
+    norms = {
+        "smallest_bsm_norm": certificate["smallest_norm"],
+        "largest_bsm_norm": certificate["largest_norm"],
+        "symplectic_defect": certificate["symplectic_defect"],
+    }
+    shown = {k.replace("_", " "): f"{v:.6g}" for k, v in norms.items()}
+    pictures = [os.path.join(out, name) for name in result["pictures"]]
+    shown["pictures"] = ", ".join(pictures)
+    text = f"{train.text(result)}\n{lines(shown)}"
+    show({**result, **norms}, text, as_json)
 
 
 @command(
@@ -188,35 +163,40 @@ def demo(
 )
 def train(**options: Any) -> None:
     """Train a network on a data set or a table; keep everything in a folder of its own."""
-    from hdnn.app.runs import Run
+    from hdnn.app import train
 
     values = chosen(options)
-    resumed = (
-        "resume" in values and "out" in values and Run(values["out"]).of_graph
-    )
-    if "graph" in values or resumed:
-        from hdnn.app import graph as job
+    if "graph" in values:
+        from hdnn.app import graph
+
+        results = [graph.join(values)]
     else:
-        from hdnn.app import train as job
-    result = job.run(values)
+        results = []
+        for config, run in train.plan(values):
+            results.append(train.train(config, run, values))
+    result = train.summary(results)
     if result:  # of several processes, the first one has it
-        show(result, job.text(result), "json" in values)
+        show(result, train.text(result), "json" in values)
 
 
 @command(
     "launch --nodes 8 --data swiss_roll --layers 4",
     "launch --graph plant.toml",
     "launch --graph plant.toml --data log.csv --target fault",
-    configs=(LaunchOptions, TableConfig),
-    names=(*all_options(LaunchOptions), *GRAPH_OPTIONS),
+    configs=(LaunchOptions, GraphConfig),
 )
 def launch(**options: Any) -> None:
     """Train on a graph by processes that talk to neighbours only; or say what a graph needs."""
-    from hdnn.app import graph
+    from hdnn.app import graph, scores, train
 
     values = chosen(options)
-    result = graph.launch(values)
-    show(result, graph.text(result), "json" in values)
+    if "graph" in values and "data" not in values and "resume" not in values:
+        result = graph.needs(values["graph"])
+        text = scores.lines(result)
+    else:
+        result = graph.launch(values)
+        text = train.text(result)
+    show(result, text, "json" in values)
 
 
 @command(
@@ -293,16 +273,12 @@ def reproduce(
 ) -> int:
     """Run an experiment of the paper; other options go to it."""
     from hdnn import experiments
-    from hdnn.errors import choose
 
-    names = (
-        EXPERIMENTS
-        if name == "all"
-        else [choose("experiment", name, EXPERIMENTS)]
-    )
-    return max(
-        experiments.main(each, ["--out", out, *context.args]) for each in names
-    )
+    names: Sequence[str] = EXPERIMENTS
+    if name != "all":
+        names = [choose("experiment", name, EXPERIMENTS)]
+    options = ["--out", out, *context.args]
+    return max(experiments.main(each, options) for each in names)
 
 
 @command(
@@ -363,20 +339,8 @@ def info(as_json: JsonFlag = False) -> None:
 
 def new_file(out: str, overwrite: bool) -> str:
     """The path of a file that may be written."""
-    import os
-
-    from hdnn.errors import CheckpointError
-
-    if os.path.isdir(out):
+    if os.path.isdir(out) or (os.path.lexists(out) and not overwrite):
         raise CheckpointError(
-            f"{out} is a folder; name a file in it with --out."
-        )
-    if os.path.lexists(out) and not overwrite:
-        raise CheckpointError(
-            f"{out} exists; choose another name, or replace it (--overwrite)."
-        )
-    if not os.path.isdir(os.path.dirname(out) or "."):
-        raise CheckpointError(
-            f"there is no folder {os.path.dirname(out)} for {out}."
+            f"{out} exists; choose another name, or replace the file (--overwrite)."
         )
     return out

@@ -11,7 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
@@ -22,35 +22,7 @@ IMAGE_SETS = ("mnist", "cifar10")
 TASKS = ("auto", "classification", "regression")
 SOLVERS = ("newton", "adam", "joint")
 SEEDS = 2**32
-GRAPH_OPTIONS = (  # of a training on a graph
-    *(
-        "data",
-        "target",
-        "drop",
-        "categorical",
-        "task",
-        "test_fraction",
-        "network",
-        "layers",
-        "T",
-    ),
-    *(
-        "activation",
-        "epochs",
-        "batch",
-        "learning_rate",
-        "weight_decay",
-        "solver",
-        "ridge",
-    ),
-    *("smoothness", "seed"),
-)
-LAYERS = {
-    "swiss_roll": 64,
-    "double_moons": 64,
-    "double_circles": 64,
-    "mnist": 8,
-}
+LAYERS = {**dict.fromkeys(PLANAR_SETS, 64), "mnist": 8, "cifar10": 6}
 
 
 def option(help: str, default: Any = None) -> Any:
@@ -73,7 +45,7 @@ class Config:
 
     data: str = option(
         "swiss_roll, double_moons, double_circles, mnist, cifar10, FILE.csv or FILE.parquet",
-        MISSING,
+        "",
     )
     network: str = option(
         "h2 (default), h1, verlet, yoshida4, implicit_h2, midpoint, discrete_gradient, ms1, ms2, "
@@ -103,21 +75,15 @@ class Config:
     seed: int = option(
         "of split, weights and order of the data (default: 0)", 0
     )
-    device: str = option("cpu (default), cuda or auto", "cpu")
 
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> Self:
         """The config of these options, checked as far as no data are needed."""
-        if not values.get("data"):
-            raise OptionError(
-                "--data is missing; give a data set or a file: --data swiss_roll."
-            )
         types = get_type_hints(cls)
         for name, value in values.items():
             if name not in types or name == "kind":
                 raise OptionError(
-                    f"--{name.replace('_', '-')} does not apply to {cls.kind} data such as "
-                    f"{values['data']}; leave it out."
+                    f"--{name.replace('_', '-')} does not apply to {cls.kind} data; leave it out."
                 )
             if not _fits(value, types[name]):
                 raise OptionError(f"{name} cannot be {value!r}.")
@@ -126,30 +92,31 @@ class Config:
         return config
 
     def check(self) -> None:
-        """Refuse numbers out of range; the layers and the training check their own."""
-        for name in ("layers", "epochs", "batch"):
-            number = getattr(self, name)
-            if number is not None:
-                positive_int(name, number)
-        if not 0 <= self.seed < SEEDS:
+        """Refuse options out of range; the layers and the training check their own."""
+        if not self.data:
             raise OptionError(
-                f"seed must be from 0 to 2^32 - 1, but got {self.seed}."
+                "--data is missing; give a data set or a file: --data swiss_roll."
             )
+        for name in ("layers", "epochs", "batch", "images"):
+            if getattr(self, name, None) is not None:
+                positive_int(name, getattr(self, name))
+        choose("task", getattr(self, "task", "auto"), TASKS)
+        choose("solver", getattr(self, "solver", None) or "newton", SOLVERS)
+        for name in ("test_fraction", "validation", "seed"):
+            number = getattr(self, name, None) or 0
+            most = SEEDS if name == "seed" else 1
+            if not 0 <= number < most:
+                raise OptionError(
+                    f"{name} must be at least 0 and below {most}, but got {number}."
+                )
 
-    @property
-    def run_name(self) -> str:
+    def run_name(self, graph: str = "") -> str:
         """The name of the run's folder: swiss_roll-h2-64-0, or iris-species-h2-16-0."""
-        parts = [
-            plain_name(Path(self.data).stem),
-            getattr(self, "target", None),
-        ]
-        layers = self.layers or LAYERS.get(
-            self.data, 6 if self.data == "cifar10" else 16
-        )
-        parts += [self.network, layers, self.seed]
-        return "-".join(
-            plain_name(str(part)) for part in parts if part is not None
-        )
+        target = getattr(self, "target", None) or ""
+        layers = self.layers or LAYERS.get(self.data, 16)
+        parts = [graph, Path(self.data).stem, target, self.network]
+        names = [plain_name(part) for part in parts if part]
+        return "-".join([*names, str(layers), str(self.seed)])
 
     def options(self) -> dict[str, Any]:
         """All options that have a value."""
@@ -161,21 +128,24 @@ class Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableConfig(Config):
-    """A training on a table, or on points of the plane."""
-
-    kind: ClassVar[str] = "table"
+class FileOptions:
+    """How a file is read."""
 
     target: str | None = option("column of the file to predict")
     drop: list[str] = many("column to leave out")  # noqa: RUF009
     categorical: list[str] = many("column whose numbers are categories")  # noqa: RUF009
     task: str = option("auto (default), classification or regression", "auto")
-    class_weight: str | None = option(
-        "balanced, or a weight for each class: yes=2,no=1"
-    )
     test_fraction: float | None = option(
         "of the rows, kept for testing (default: 0.2)"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaneConfig(Config):
+    """A training on points of the plane."""
+
+    kind: ClassVar[str] = "planar"
+
     validation: float | None = option(
         "fraction of the other rows to measure after each epoch"
     )
@@ -187,44 +157,26 @@ class TableConfig(Config):
     )
     solver: str | None = option("of the output layer: newton, adam or joint")
     ridge: float | None = option("penalty on the output layer")
+    device: str = option("cpu (default), cuda or auto", "cpu")
 
-    @property
-    def is_file(self) -> bool:
-        """True for a table, False for points of the plane."""
-        return self.data not in PLANAR_SETS
+
+@dataclass(frozen=True, kw_only=True)
+class TableConfig(FileOptions, PlaneConfig):
+    """A training on a file."""
+
+    kind: ClassVar[str] = "table"
+
+    class_weight: str | None = option(
+        "balanced, or a weight for each class: yes=2,no=1"
+    )
 
     def check(self) -> None:
         super().check()
-        choose("task", self.task, TASKS)
-        if self.solver is not None:
-            choose("solver", self.solver, SOLVERS)
-        for name in ("test_fraction", "validation"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share < 1:
-                raise OptionError(
-                    f"{name} must be at least 0 and below 1, but got {share}."
-                )
-        if not self.is_file:
-            for name in (
-                "target",
-                "drop",
-                "categorical",
-                "test_fraction",
-                "class_weight",
-            ):
-                if getattr(self, name):
-                    raise OptionError(
-                        f"--{name.replace('_', '-')} is for files, not {self.data}."
-                    )
-        elif not Path(self.data).suffix:
+        if not Path(self.data).suffix:
             choose("data (or a file)", self.data, (*PLANAR_SETS, *IMAGE_SETS))
-        elif self.target is None:
+        if self.target is None:
             raise OptionError(
                 f"--target is missing; name the column of {self.data} to predict."
-            )
-        elif self.target in self.drop:
-            raise OptionError(
-                f"--drop {self.target} would leave out the target."
             )
 
     def weights(self) -> str | dict[str, float] | None:
@@ -247,29 +199,37 @@ class TableConfig(Config):
 class ImageConfig(Config):
     """A training on the images of mnist or cifar10, by the recipes of the paper."""
 
-    kind: ClassVar[str] = "images"
+    kind: ClassVar[str] = "image"
 
     images: int | None = option(
         "use only this many training and test images, for a quick look"
     )
-
-    def check(self) -> None:
-        super().check()
-        if self.images is not None:
-            positive_int("images", self.images)
+    device: str = option("cpu (default), cuda or auto", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Options that say where results go and what is shown."""
+class GraphConfig(FileOptions, Config):
+    """A training on a graph."""
+
+    kind: ClassVar[str] = "graph"
+
+    data: str = option(
+        "swiss_roll (default), double_moons, double_circles, FILE.csv or FILE.parquet",
+        "swiss_roll",
+    )
+    layers: int | None = option("number of layers (default: 4)", 4)
+    solver: str | None = option("of the output layer: newton, adam or joint")
+    ridge: float | None = option("penalty on the output layer")
+    graph: dict | None = None  # the arguments of `hdnn.distributed.Graph`
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where results go and what is shown."""
 
     graph: str | None = option(
-        "TOML file: train on its nodes (see hdnn launch)"
+        "TOML file with nodes and edges (see hdnn launch)"
     )
-    config: str | None = option(
-        "TOML file with options under [train]; flags overrule it"
-    )
-    seeds: int | None = option("train this many runs: seed, seed + 1 ..")
     out: str | None = option(
         "folder of the run (default: runs/DATA-NETWORK-LAYERS-SEED)"
     )
@@ -280,12 +240,19 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """Options that say on what graph, by how many processes, and where results go."""
+class RunOptions(OutputOptions):
+    """What `hdnn train` takes beside the options of a training."""
 
-    graph: str | None = option(
-        "TOML file with nodes and edges; without --data: what it needs"
+    config: str | None = option(
+        "TOML file with options under [train]; flags overrule it"
     )
+    seeds: int | None = option("train this many runs: seed, seed + 1 ..")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(OutputOptions):
+    """What `hdnn launch` takes beside the options of a training."""
+
     nodes: int | None = option("train on a ring of this many nodes")
     parts: int | None = option(
         "processes that share the nodes (default: one for each node)"
@@ -293,19 +260,18 @@ class LaunchOptions:
     restarts: int | None = option(
         "start again this many times after a process is lost"
     )
-    out: str | None = option(
-        "folder of the run (default: runs/GRAPH-DATA-NETWORK-LAYERS-SEED)"
-    )
-    resume: bool = option("go on with the run in the folder", False)
-    overwrite: bool = option("replace the run in the folder", False)
-    json: bool = option("print one JSON object", False)
-    quiet: bool = option("show no progress", False)
 
 
-def config_for(values: Mapping[str, Any]) -> TableConfig | ImageConfig:
-    """The config of a training on a table or on images, by the name of its data."""
-    kind = ImageConfig if values.get("data") in IMAGE_SETS else TableConfig
-    return kind.build(values)
+def config_for(options: Mapping[str, Any]) -> Config:
+    """The config of a training, by its graph or the name of its data."""
+    data = options.get("data")
+    if "graph" in options:
+        return GraphConfig.build(options)
+    if data in IMAGE_SETS:
+        return ImageConfig.build(options)
+    if data in PLANAR_SETS:
+        return PlaneConfig.build(options)
+    return TableConfig.build(options)
 
 
 def all_options(*configs: type) -> dict[str, tuple[Any, str]]:
@@ -344,35 +310,28 @@ def plain_name(text: str) -> str:
 # Files
 
 
-def read_options(
-    path: str | os.PathLike[str], table: str = "train"
-) -> dict[str, Any]:
-    """The options in a TOML file, under the name of a table."""
+def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options in a TOML file, under [train] or [launch]."""
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"cannot read {path}: {error.strerror}."
+            f"cannot read {path}, a TOML file: {error}."
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not a TOML file: {error}.") from error
-    options = content.get(table)
+    options = content.get("train", content.get("launch"))
     if not isinstance(options, dict):
         raise OptionError(
-            f"{path} has no table [{table}]; write the options below that line."
+            f"{path} has no table [train]; write the options below that line."
         )
     return {name.replace("-", "_"): value for name, value in options.items()}
 
 
 def write_options(path: Path, table: str, options: Mapping[str, Any]) -> None:
     """Write options as a TOML file with one table."""
-    from hdnn.io import (
-        write_atomically,
-    )  # it imports torch, which the help need not wait for
+    from hdnn.io import write_atomically  # imports torch, which help need not
 
     lines = [f"[{table}]"]
-    for name, value in options.items():
-        lines.append(f"{name} = {_toml(value)}")
+    lines += [f"{name} = {_toml(value)}" for name, value in options.items()]
     write_atomically(path, "\n".join(lines) + "\n")
 
 

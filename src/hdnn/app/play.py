@@ -7,7 +7,9 @@ lose `import` and `export`; so no two files may use one name on their top level.
 from __future__ import annotations
 
 import re
+import socket
 import sys
+import threading
 import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,7 +24,7 @@ IMPORT = re.compile(
 EXPORT = re.compile(
     r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.M
 )
-TIMEOUT = 10  # seconds until a client that sends or takes nothing is given up
+TIMEOUT = 10.0  # seconds that a client may take for all of a request
 
 
 def page() -> str:
@@ -62,9 +64,22 @@ class PageServer(ThreadingHTTPServer):
         self.content = page().encode()
         super().__init__((HOST, port), PageHandler)
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing: the client is gone."""
+
 
 class PageHandler(BaseHTTPRequestHandler):
-    timeout = TIMEOUT
+    """One request, in a thread that ends in time."""
+
+    def handle(self) -> None:
+        end = (socket.SHUT_RDWR,)
+        timer = threading.Timer(TIMEOUT, self.connection.shutdown, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            super().handle()
+        finally:
+            timer.cancel()
 
     def do_GET(self) -> None:
         assert isinstance(self.server, PageServer)

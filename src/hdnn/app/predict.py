@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io as text_io
-from pathlib import Path
+import os
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,13 @@ from hdnn import analysis, io
 from hdnn.app import train
 from hdnn.app.config import IMAGE_SETS, PLANAR_SETS
 from hdnn.app.runs import Run, members
-from hdnn.app.scores import evaluate, outputs, score_lines
+from hdnn.app.scores import evaluate, lines, outputs, score_rows
+from hdnn.data import planar, tables
+from hdnn.data.tables import Target
 from hdnn.errors import CheckpointError, DataError, OptionError
 
-FORMULA = (
-    "=",
-    "+",
-    "-",
-    "@",
-    "\t",
-    "\r",
-)  # a spreadsheet would run a text that begins so
+# A spreadsheet would run a text that begins so.
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 ANSWERS = ("predictions", "probabilities", "agreement", "spread")
 
 
@@ -88,42 +85,29 @@ def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
                 f"the run is about images; give mnist or cifar10, not {data}."
             )
         images = train.load_images(data)
-        dtype = next(model.parameters()).dtype
-        x = images.normalised(images.images_test, dtype)
-        return (
-            outputs(model, x),
-            images.t_test.numpy(),
-            train.image_target(images),
-        )
+        x = images.normalised(images.images_test, torch.float32)
+        target = Target("class", "classification", list(images.classes))
+        return outputs(model, x), images.t_test.numpy(), target
     encoder, target = run.columns()
     frame = read_rows(data, run.options().get("seed", 0))
-    x = torch.from_numpy(encoder.transform(frame)).to(
-        next(model.parameters()).dtype
-    )
-    answers = outputs(model, x)
+    answers = outputs(model, torch.from_numpy(encoder.transform(frame)))
+    truth = None
+    with suppress(DataError):  # no such column, or it has gaps or other classes
+        truth = target.encode(frame)
     if not target.classes:
         answers = target.decode(answers)
-    try:
-        truth = target.encode(frame)
-    except DataError:  # the column is missing, or has gaps or other classes
-        return answers, None, target
-    return answers, truth if target.classes else target.decode(truth), target
+        truth = None if truth is None else target.decode(truth)
+    return answers, truth, target
 
 
 def read_rows(data: str, seed: int) -> Any:
     """The rows of a file, or the test points of a planar set, as a data frame."""
-    from hdnn.data import planar, tables
-
     if data not in PLANAR_SETS:
         return tables.read(data)
     points = planar.load(data, seed=seed)
-    x = points.x_test.double()
-    columns = {
-        "x1": x[:, 0].numpy(),
-        "x2": x[:, 1].numpy(),
-        "class": points.t_test.numpy(),
-    }
-    return tables.pd.DataFrame(columns)
+    x = points.x_test.double().numpy()
+    frame = tables.pd.DataFrame(x, columns=["x1", "x2"])
+    return frame.assign(**{"class": points.t_test.numpy()})
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
@@ -136,11 +120,8 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 def text(result: dict[str, Any]) -> str:
     """One or two lines for people."""
     by = f" by {result['runs']} runs together" if "runs" in result else ""
-    lines = [
-        f"{result['rows']} predictions of {result['target']}{by} in {result['out']}"
-    ]
-    lines += score_lines(result)
-    return "\n".join(lines)
+    first = f"{result['rows']} predictions of {result['target']}{by} in {result['out']}"
+    return f"{first}\n{lines(score_rows(result))}".rstrip()
 
 
 def csv_text(result: dict[str, Any]) -> str:
@@ -176,35 +157,27 @@ def _safe(cell: Any) -> Any:
 
 def certify(place: str, data: str | None, *, samples: int) -> Any:
     """The certificate of a run or a saved model: at named points, else at its own test points."""
-    run = None if Path(place).is_file() else members(place)[0]
+    run = None if os.path.isfile(place) else members(place)[0]
     model = io.load(place) if run is None else run.model()
     source = data
     if run is not None and data is None:
         source = run.options()["data"]
-    if source is None:
+    if source is None or os.path.isdir(source):
         return analysis.certify(model, samples=samples)
     where = f"rows of {source}"
-    dtype = next(model.parameters()).dtype
     if source in IMAGE_SETS:
         images = train.load_images(source)
-        x = images.normalised(images.images_test[:samples], dtype)
+        x = images.normalised(images.images_test[:samples], torch.float32)
         where = f"test images of {source}"
-    elif run is not None and data is None and not run.of_graph:
-        x = train.load(run.config()).points  # pyright: ignore[reportArgumentType]
+    elif run is not None and data is None:
+        x = train.load(run.config()).points
         where = "test points"
+    elif run is not None:
+        frame = read_rows(source, run.options().get("seed", 0))
+        x = torch.from_numpy(run.columns()[0].transform(frame))
     else:
-        x = torch.from_numpy(_inputs(source, run))
-    return analysis.certify(model, x.to(dtype), samples=samples, points=where)
-
-
-def _inputs(data: str, run: Run | None) -> np.ndarray:
-    """Inputs of a model: by the columns of a run, else all numbers of a table."""
-    if run is not None:
-        encoder, _ = run.columns()
-        return encoder.transform(read_rows(data, run.options().get("seed", 0)))
-    frame = (
-        read_rows(data, 0)
-        .select_dtypes("number")
-        .drop(columns="class", errors="ignore")
-    )
-    return frame.to_numpy("float64", copy=True)
+        frame = read_rows(source, 0).select_dtypes("number")
+        frame = frame.drop(columns="class", errors="ignore")
+        x = torch.from_numpy(frame.to_numpy("float64", copy=True))
+    x = x.to(next(model.parameters()).dtype)
+    return analysis.certify(model, x, samples=samples, points=where)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import base64
-import shlex
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hdnn import __version__
 from hdnn.app.runs import Run, find_runs
-from hdnn.app.scores import score_text
+from hdnn.app.scores import score_rows, score_text, spread
 from hdnn.errors import HDNNError, require
 
 MARK = "<!-- a report of hdnn -->"
@@ -23,7 +21,6 @@ PICTURES = {
     "norms": "Norm of dy_N/dy_j over the layers: below 1, a gradient shrinks in every direction.",
     "predictions": "Predicted against true values of the test rows.",
 }
-MOST_CLASSES = 30  # of a confusion table
 
 
 def is_report(path: str | Path) -> bool:
@@ -46,6 +43,7 @@ def page(folders: Sequence[str]) -> tuple[str, int]:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.filters["score"] = score_text
     names = differing([run.options for run in runs])
     text = environment.get_template("report.html.jinja").render(
         mark=MARK,
@@ -71,15 +69,17 @@ class RunOnPage:
                 self.metrics = run.metrics()
         except HDNNError as error:
             self.fault = str(error)
-        self.pictures = [
-            (
-                PICTURES.get(path.stem, path.stem),
-                base64.b64encode(path.read_bytes()).decode(),
-            )
-            for path in sorted(run.folder.glob("*.png"))
-        ]
+        self.pictures = {}
+        for path in sorted(run.folder.glob("*.png")):
+            caption = PICTURES.get(path.stem, path.stem)
+            content = base64.b64encode(path.read_bytes())
+            self.pictures[caption] = content.decode()
         self.certificate: dict[str, Any] = self.metrics.get("certificate") or {}
-        self.parts: dict[str, Any] = self.certificate.get("parts") or {}
+        measures = [k for k in TESTED if self.metrics.get(k) is not None]
+        self.measure = measures[0] if measures else ""
+        rows = score_rows(self.metrics)
+        names = ("never predicted", "try")
+        self.warnings = {k: rows[k] for k in names if k in rows}
 
     @property
     def score(self) -> str:
@@ -88,59 +88,20 @@ class RunOnPage:
         return score_text(name, self.metrics[name]) if name else ""
 
     @property
-    def measure(self) -> str:
-        """The name of that score."""
-        return next(
-            (name for name in TESTED if self.metrics.get(name) is not None), ""
-        )
-
-    @property
-    def scores(self) -> list[tuple[str, str]]:
-        """All scores, with those of the simplest answer."""
-        rows = []
-        for name, value in self.metrics.items():
-            measured = name.startswith(
-                ("test_", "train_", "validation_", "baseline_")
-            )
-            if measured and isinstance(value, float):
-                rows.append((name.replace("_", " "), score_text(name, value)))
-        return rows
-
-    @property
-    def smallest_norm(self) -> str:
-        norm = self.certificate.get("smallest_norm")
-        return (
-            "" if norm is None else f"{int(norm * 1e4) / 1e4:g}"
-        )  # never rounded up to 1
-
-    @property
-    def confusion(self) -> dict[str, Any] | None:
-        """Classes and counts, a row for each true class; None for many classes."""
-        table = self.metrics.get("confusion")
-        if not table or len(table["classes"]) > MOST_CLASSES:
-            return None
-        return table
-
-    @property
-    def command(self) -> str:
-        """The command that trains the same again."""
-        words = ["hdnn", "launch" if "nodes" in self.metrics else "train"]
-        for name, value in self.options.items():
-            values = value if isinstance(value, list) else [value]
-            flag = f"--{name.replace('_', '-')}"
-            words += [f"{flag} {shlex.quote(str(each))}" for each in values]
-        return " ".join(words)
+    def baseline(self) -> str:
+        """The same score of always giving the most frequent class, or the mean."""
+        name = self.measure.replace("test", "baseline")
+        value = 0.0 if name == "baseline_r2" else self.metrics.get(name)
+        return "" if value is None else score_text(name, value)
 
 
 def differing(options: Sequence[dict[str, Any]]) -> list[str]:
     """The options in which runs differ."""
-    names: dict[str, set[str]] = {}
+    seen: dict[str, set[str]] = {}
     for values in options:
         for name in values:
-            names.setdefault(
-                name, {str(each.get(name, "")) for each in options}
-            )
-    return [name for name, values in names.items() if len(values) > 1]
+            seen[name] = {str(each.get(name, "")) for each in options}
+    return [name for name, texts in seen.items() if len(texts) > 1]
 
 
 def groups(runs: Sequence[RunOnPage]) -> list[dict[str, Any]]:
@@ -159,17 +120,12 @@ def groups(runs: Sequence[RunOnPage]) -> list[dict[str, Any]]:
 
 def _group(runs: Sequence[RunOnPage]) -> dict[str, Any]:
     name = runs[0].measure
-    values = [run.metrics[name] for run in runs]
-    facts = {
-        "mean": statistics.fmean(values),
-        "std": statistics.stdev(values),
-        "smallest": min(values),
-        "largest": max(values),
-    }
+    facts = spread([run.metrics[name] for run in runs])
     shown = {key: score_text(name, value) for key, value in facts.items()}
     first = Path(runs[0].name).name
     return {
         "runs": f"{first} and {len(runs) - 1} more",
         "measure": name,
+        "simplest answer": runs[0].baseline,
         **shown,
     }

@@ -11,18 +11,12 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hdnn import io
-from hdnn.app.config import (
-    ImageConfig,
-    TableConfig,
-    config_for,
-    read_options,
-    write_options,
-)
+from hdnn.app.config import Config, config_for, read_options, write_options
 from hdnn.errors import CheckpointError, HDNNError, OptionError
 
 FILES = re.compile(
@@ -52,23 +46,13 @@ class Run:
         """True if it has ended."""
         return self.metrics_file.is_file()
 
-    @property
-    def of_graph(self) -> bool:
-        """True for a training on a graph."""
-        with suppress(HDNNError):
-            read_options(self.config_file, "launch")
-            return True
-        return False
-
-    def config(self) -> TableConfig | ImageConfig:
-        """The config of a training on a table or on images."""
-        return config_for(read_options(self.config_file))
-
     def options(self) -> dict[str, Any]:
-        """All options of a run of any kind."""
-        return read_options(
-            self.config_file, "launch" if self.of_graph else "train"
-        )
+        """All options of the run."""
+        return read_options(self.config_file)
+
+    def config(self) -> Config:
+        """The config of the run."""
+        return config_for(self.options())
 
     def metrics(self) -> dict[str, Any]:
         """The results, with the folder in which they are now."""
@@ -99,28 +83,23 @@ class Run:
         return Encoder(**note["inputs"]), Target(**note["target"])
 
     def check_complete(self) -> None:
-        """Refuse a folder without a run, or with one that has not ended."""
-        if not self.exists:
-            raise CheckpointError(
-                f"{self.folder} holds no run: there is no config.toml in it."
-            )
+        """Refuse a folder without a run that has ended."""
         if not self.complete:
+            hint = (
+                self.how_to_resume if self.exists else "start with hdnn train."
+            )
             raise CheckpointError(
-                f"the run in {self.folder} has not ended; {self.how_to_resume}"
+                f"{self.folder} holds no run that has ended; {hint}"
             )
 
     def check_free(self) -> None:
         """Refuse a folder that holds anything."""
-        if self.exists:
-            raise CheckpointError(
-                f"{self.folder} holds a run; go on with it (--resume), replace it (--overwrite), "
-                "or choose another folder with --out."
-            )
         if self.folder.is_file() or (
             self.folder.is_dir() and any(self.folder.iterdir())
         ):
             raise CheckpointError(
-                f"{self.folder} is not empty; choose another folder with --out."
+                f"{self.folder} is not empty; go on with the run in it (--resume), replace it "
+                "(--overwrite), or choose another folder with --out."
             )
 
     def check_same(self, values: Mapping[str, Any]) -> None:
@@ -157,31 +136,22 @@ class Run:
 
     @property
     def how_to_resume(self) -> str:
-        command = "launch" if self.of_graph else "train"
+        command = "launch" if "graph" in self.options() else "train"
         return f"go on with: hdnn {command} --resume --out {shlex.quote(str(self.folder))}"
 
     @contextmanager
     def opened(
-        self,
-        table: str,
-        options: Mapping[str, Any],
-        *,
-        resume: bool,
-        overwrite: bool,
+        self, options: Mapping[str, Any], *, resume: bool, overwrite: bool
     ) -> Iterator[None]:
         """Make and lock the folder and write the config; a failed new run leaves nothing."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot make {self.folder}: {error.strerror}."
-            ) from error
+        self.folder.mkdir(parents=True, exist_ok=True)
         with io.lock(self.folder):
             fresh = not (resume and self.exists)
             if overwrite:
                 self.clear()
             elif fresh:
                 self.check_free()
+            table = "launch" if "graph" in options else "train"
             write_options(self.config_file, table, options)
             try:
                 yield
@@ -213,10 +183,6 @@ def find_runs(folders: Sequence[str]) -> list[Run]:
     """All runs in these folders and below."""
     runs = {}
     for folder in folders:
-        if not os.path.isdir(folder):
-            raise CheckpointError(
-                f"{folder} is not a folder; name runs, or a folder of runs."
-            )
         for path in sorted(Path(folder).rglob("config.toml")):
             runs[path.parent.resolve()] = Run(path.parent)
     if not runs:

@@ -1,12 +1,15 @@
-"""`hdnn train`: load data, build a model, fit, evaluate, certify, write: one path for all data."""
+"""`hdnn train`: load data, build a model, fit, evaluate, certify, write: one path for all data.
+
+A job is a training on data of one kind. It has a config with all options filled in, a model and a
+history, and can `fit`, `certify`, list its `metrics` and draw `pictures`.
+"""
 
 from __future__ import annotations
 
 import io as byte_io
 import os
-import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from torch import Tensor
 
 from hdnn import __version__, analysis, io, plotting
 from hdnn.app.config import (
+    Config,
     ImageConfig,
+    PlaneConfig,
     RunOptions,
     TableConfig,
     all_options,
@@ -25,13 +30,21 @@ from hdnn.app.config import (
     read_options,
 )
 from hdnn.app.runs import Run
-from hdnn.app.scores import evaluate, outputs, score_lines, score_text
+from hdnn.app.scores import (
+    evaluate,
+    lines,
+    outputs,
+    score_rows,
+    score_text,
+    spread,
+)
 from hdnn.data import ImageData, load_cifar10, load_mnist, planar
 from hdnn.errors import (
     CheckpointError,
     MissingExtraError,
     OptionError,
     choose,
+    positive_int,
     require,
 )
 from hdnn.heads import Augment, Model, SigmoidHead
@@ -39,13 +52,21 @@ from hdnn.networks import BY_NAME
 from hdnn.training import History, fit, fit_images, recipes
 from hdnn.training.images import image_scores
 
-AnyConfig = TableConfig | ImageConfig
 SCORES = (
     "test_accuracy",
     "test_rmse",
     "test_r2",
     "train_accuracy",
     "train_rmse",
+)
+NETWORK_OPTIONS = ("layers", "features", "activation", "T")
+FIT_OPTIONS = (
+    "epochs",
+    "batch",
+    "learning_rate",
+    "weight_decay",
+    "ridge",
+    "smoothness",
 )
 PLANAR: dict[str, Any] = {
     "features": 4,
@@ -60,125 +81,91 @@ PLANAR: dict[str, Any] = {
     "ridge": 1e-4,
     "smoothness": 5e-4,
 }
-FIT_OPTIONS = (
-    *(
-        "epochs",
-        "batch",
-        "learning_rate",
-        "weight_decay",
-        "solver",
-        "ridge",
-        "smoothness",
-    ),
-    *("patience", "seed"),
-)
 STEPS = 20  # in an epoch of few images
 SMALL = 8  # features, up to which a certificate looks at many points
 MANY = 1000
 FEW = 50
 
 
-def run(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Train what options ask for; the metrics of the run, or of several with mean and spread."""
-    quiet = "quiet" in values or "json" in values
-    results = []
-    for config, folder in plan(values):
-        results.append(train(config, folder, values, progress=not quiet))
-    if len(results) == 1:
-        return results[0]
-    return {"runs": results, "summary": spread(results)}
-
-
-def plan(values: Mapping[str, Any]) -> list[tuple[AnyConfig, Run]]:
+def plan(values: Mapping[str, Any]) -> list[tuple[Config, Run]]:
     """The config and the folder of each run, all of them checked before the first one starts."""
     options = dict(values)
     if "config" in options:
         options = {**read_options(options["config"]), **options}
+    run_options = all_options(RunOptions)
+    own = {k: v for k, v in options.items() if k not in run_options}
+    out = options.get("out")
+    count = positive_int("seeds", options.get("seeds", 1))
+    if "resume" in options and out is not None and count == 1:
+        run = Run(out)
+        if run.exists:
+            run.check_same(own)
+            return [(run.config(), run)]
+        if not own:
+            raise CheckpointError(f"there is no run in {out} to go on with.")
+    first = own.get("seed", 0)
+    jobs = []
+    for seed in range(first, first + count):
+        config = config_for({**own, "seed": seed})
+        place = Path(out or Path("runs") / config.run_name())
+        if out is not None and count > 1:
+            place /= f"seed-{seed}"
+        jobs.append((config, Run(place)))
+    check_folders([run for _, run in jobs], options)
+    return jobs
+
+
+def check_folders(runs: list[Run], options: Mapping[str, Any]) -> None:
+    """Refuse to write over runs unless asked to."""
     if "resume" in options and "overwrite" in options:
         raise OptionError(
             "--resume goes on with a run and --overwrite replaces it; give one."
         )
-    own = {
-        name: value
-        for name, value in options.items()
-        if name not in all_options(RunOptions)
-    }
-    resume = "resume" in options
-    out = options.get("out")
-    count = options.get("seeds", 1)
-    if count < 1:
-        raise OptionError(f"seeds must be at least 1, but got {count}.")
-    if resume and out is not None and count == 1 and Run(out).exists:
-        Run(out).check_same(own)
-        return [(Run(out).config(), Run(out))]
-    if resume and "data" not in own:
-        raise CheckpointError(f"there is no run in {out} to go on with.")
-    jobs = [job_of_seed(own, out, seed, count) for seed in range(count)]
-    if not resume and "overwrite" not in options:
-        for _, folder in jobs:
-            folder.check_free()
-    return jobs
-
-
-def job_of_seed(
-    options: Mapping[str, Any], out: str | None, number: int, count: int
-) -> tuple[AnyConfig, Run]:
-    """One of several runs: its config, and its folder."""
-    seed = options.get("seed", 0) + number
-    config = config_for({**options, "seed": seed})
-    if out is None:
-        return config, Run(Path("runs") / config.run_name)
-    return config, Run(Path(out) / f"seed-{seed}" if count > 1 else out)
+    if "resume" not in options and "overwrite" not in options:
+        for run in runs:
+            run.check_free()
 
 
 def train(
-    config: AnyConfig,
-    run: Run,
-    values: Mapping[str, Any],
-    *,
-    progress: bool = True,
+    config: Config, run: Run, values: Mapping[str, Any], job_of: Any = None
 ) -> dict[str, Any]:
-    """Train, certify and write one run; a complete one that is resumed stays as it is."""
+    """Train, certify and write one run; a complete one that is resumed stays as it is.
+
+    Args:
+        config: the options of the training.
+        run: its folder.
+        values: options of the command: resume, overwrite, quiet, json.
+        job_of: makes the job of a config; by default for its kind of data.
+    """
     resume = "resume" in values
     if resume and run.complete:
         return run.metrics()
     start = time.perf_counter()
-    config = replace(config, device=find_device(config.device))
-    job = start_job(config)
+    job = (job_of or JOBS[type(config)])(config)
     options = job.config.options()
-    with run.opened(
-        "train", options, resume=resume, overwrite="overwrite" in values
-    ):
-        job.fit(run.training_folder, progress)
+    overwrite = "overwrite" in values
+    with run.opened(options, resume=resume, overwrite=overwrite):
+        quiet = "quiet" in values or "json" in values
+        job.fit(run.training_folder, not quiet)
         certificate = job.certify()
         io.save(job.model, run.model_file, note=job.note())
+        net = getattr(job.model, "net", job.model)
         metrics = {
             "run": str(run.folder),
             **options,
-            "network": repr(getattr(job.model, "net", job.model)).partition(
-                "\n"
-            )[0],
+            "network": repr(net).partition("\n")[0],
             "parameters": sum(p.numel() for p in job.model.parameters()),
             **job.metrics(),
             "epochs": len(job.history.loss),
             "training_seconds": round(job.history.seconds, 2),
             "history": job.history.curves(),
-            "certificate": None
-            if certificate is None
-            else certificate.to_dict(),
-            "pictures": draw(lambda: job.pictures(certificate), run.folder),
+            "certificate": certificate and certificate.to_dict(),
+            "pictures": draw(job, certificate, run.folder),
             "versions": {"hdnn": __version__, "torch": torch.__version__},
             "seconds": round(time.perf_counter() - start, 2),
         }
         io.write_json(run.metrics_file, metrics)
     return metrics
-
-
-def start_job(config: AnyConfig) -> Any:
-    """The training that a config asks for, with its data and a new model."""
-    if isinstance(config, ImageConfig):
-        return ImageJob(config)
-    return TableJob(config) if config.is_file else PlaneJob(config)
 
 
 def find_device(name: str) -> str:
@@ -196,7 +183,7 @@ def find_device(name: str) -> str:
 
 @dataclass
 class Problem:
-    """Rows to train on, to hold out and to test with, and how they are made of columns."""
+    """Rows to train on and to test with, and how they are made of columns."""
 
     x: Tensor
     t: Tensor
@@ -219,62 +206,56 @@ class Problem:
 
     def truth(self, t: Tensor) -> np.ndarray:
         """Labels, or values in their own units."""
-        return (
-            t.numpy()
-            if self.target.classes
-            else self.target.decode(t[:, 0].numpy())
-        )
+        if self.target.classes:
+            return t.numpy()
+        return self.target.decode(t[:, 0].numpy())
 
     def scores(self, model: Any) -> dict[str, Any]:
         """Scores on training and test rows; baseline and confusion table on the test rows."""
         target = self.target
-        train = self.truth(self.t)
-        common = (
-            int(np.bincount(train).argmax())
-            if target.classes
-            else float(train.mean())
-        )
         metrics: dict[str, Any] = {
             "task": target.task,
             "inputs": len(self.encoder.names),
             "train_rows": len(self.x),
             "test_rows": len(self.x_test),
             "notes": self.notes,
-            "common": common,
         }
-        if not target.classes:
-            metrics |= {
-                "target_mean": target.center,
-                "target_std": target.scale,
-            }
-        dtype = next(model.parameters()).dtype
-        parts = (("train", self.x, self.t), ("test", self.x_test, self.t_test))
-        for name, x, t in parts:
-            if len(x):
-                answers = outputs(model, x.to(dtype))
-                if not target.classes:
-                    answers = target.decode(answers)
-                scores = evaluate(
-                    answers, self.truth(t), target.classes, common
-                )
-                for score in ("accuracy", "rmse", "r2"):
-                    if score in scores:
-                        metrics[f"{name}_{score}"] = scores.pop(score)
-                metrics |= scores
+        train = self.truth(self.t)
+        if target.classes:
+            metrics["common"] = int(np.bincount(train).argmax())
+        else:
+            metrics["common"] = float(train.mean())
+            metrics["target_mean"] = target.center
+            metrics["target_std"] = target.scale
+        rows = {"train": (self.x, self.t), "test": (self.x_test, self.t_test)}
+        for part, (x, t) in rows.items():
+            if not len(x):
+                continue
+            answers = outputs(model, x)
+            if not target.classes:
+                answers = target.decode(answers)
+            scores = evaluate(
+                answers, self.truth(t), target.classes, metrics["common"]
+            )
+            for name in ("accuracy", "rmse", "r2"):
+                if name in scores:
+                    metrics[f"{part}_{name}"] = scores.pop(name)
+            metrics |= scores
         return metrics
 
 
-def load(config: TableConfig) -> Problem:
-    """Read or compute the data of a config, on the CPU."""
-    return load_table(config) if config.is_file else load_points(config)
+def load(config: Any) -> Problem:
+    """Read or compute the rows of a config, on the CPU."""
+    if config.data in planar.SETS:
+        return load_points(config.data, config.seed)
+    return load_table(config)
 
 
-def load_table(config: TableConfig) -> Problem:
+def load_table(config: Any) -> Problem:
     """The rows of a file; columns are learned from the rows to train on."""
     from hdnn.data import tables
 
     frame = tables.read(config.data)
-    assert config.target is not None
     target = tables.Target.fit(frame, config.target, config.task)
     for name in config.drop:
         if name not in frame.columns:
@@ -292,20 +273,20 @@ def load_table(config: TableConfig) -> Problem:
         target = tables.Target.fit(
             frame.iloc[train], config.target, "regression"
         )
-        labels = target.encode(frame)
+        labels = target.encode(frame)[:, None]
     x = torch.from_numpy(encoder.transform(inputs))
-    t = torch.from_numpy(labels if target.classes else labels[:, None])
+    t = torch.from_numpy(labels)
     problem = Problem(x[train], t[train], x[test], t[test], encoder, target)
     problem.frame = inputs.iloc[train]
     problem.notes = list(encoder.notes)
     return problem
 
 
-def load_points(config: TableConfig) -> Problem:
+def load_points(name: str, seed: int) -> Problem:
     """Points of the plane, with two classes."""
     from hdnn.data import tables
 
-    points = planar.load(config.data, seed=config.seed)
+    points = planar.load(name, seed=seed)
     plain = {
         "kind": "number",
         "gaps": False,
@@ -322,55 +303,67 @@ def load_points(config: TableConfig) -> Problem:
 class PlaneJob:
     """A training on points of the plane, by the recipe of the paper."""
 
-    def __init__(self, config: TableConfig) -> None:
-        self.problem = load(config)
-        chosen = {
-            name: value
-            for name, value in PLANAR.items()
-            if getattr(config, name) is None
-        }
+    config: Any
+    model: Any
+    problem: Problem
+    held_out: Any = None
+
+    def __init__(self, config: PlaneConfig) -> None:
+        chosen = {k: v for k, v in PLANAR.items() if getattr(config, k) is None}
         if config.network == "mlp":
             chosen.pop("T", None)
-        self.config = replace(config, **chosen)
-        self.model = build(self.config)
+        device = find_device(config.device)
+        self.config = replace(config, device=device, **chosen)
+        self.problem = load(config)
         self.history = History()
-        self.held_out: tuple[Tensor, ...] | None = None
+        generator = torch.Generator().manual_seed(config.seed)
+        options = {k: getattr(self.config, k) for k in NETWORK_OPTIONS}
+        if options["T"] is None:
+            del options["T"]
+        network = BY_NAME[choose("network", config.network, BY_NAME)]
+        net = network(init="paper", generator=generator, **options)
+        head = SigmoidHead(net.features, generator=generator)
+        self.model = Model(Augment(2, net.features), net, head)
 
-    def fit(self, folder: Path | None, progress: bool) -> None:
+    def fit(self, folder: Path, progress: bool) -> None:
         config = self.config
-        model = self.model.to(config.device)
+        self.model.to(config.device)
         x = self.problem.x.to(config.device)
         t = self.problem.t.to(config.device)
         if config.validation:
             from hdnn.data.tables import hold_out
 
-            labels = t.numpy(force=True)
             train, held = hold_out(
-                labels, config.validation, config.seed, classes=True
+                t.numpy(force=True),
+                config.validation,
+                config.seed,
+                classes=True,
             )
             self.held_out = (x[held], t[held])
             x = x[train]
             t = t[train]
+        names = (*FIT_OPTIONS, "solver", "patience", "seed")
         self.history = fit(
-            model,
+            self.model,
             x,
             t,
             validation=self.held_out,
             folder=folder,
-            resume=folder is not None,
+            resume=True,
             progress=progress,
-            **{name: getattr(config, name) for name in FIT_OPTIONS},
+            **{name: getattr(config, name) for name in names},
         )
-        model.to("cpu")
+        self.model.to("cpu")
 
     def certify(self) -> Any:
+        points = self.problem.points
         where = "test points" if len(self.problem.x_test) else "training points"
         samples = MANY if self.model.net.features <= SMALL else FEW
-        return analysis.certify(
-            self.model, self.problem.points, samples=samples, points=where
-        )
+        x = points.to(next(self.model.parameters()).dtype)
+        return analysis.certify(self.model, x, samples=samples, points=where)
 
-    def note(self) -> dict[str, Any]:
+    def note(self) -> Any:
+        """What the file of the model says about its inputs and outputs."""
         return self.problem.note()
 
     def metrics(self) -> dict[str, Any]:
@@ -395,30 +388,27 @@ class TableJob(PlaneJob):
     """A training on a file: the same as that of the estimators, of which it keeps a run."""
 
     def __init__(self, config: TableConfig) -> None:
-        problem = load(config)
-        self.problem = problem
-        self.estimator = estimator(config, problem)
-        labels = problem.truth(problem.t)
-        self.rows = self.estimator._begin(problem.frame, labels, None)
+        config = replace(config, device=find_device(config.device))
+        self.problem = load_table(config)
+        self.estimator = estimator(config, self.problem)
+        labels = self.problem.truth(self.problem.t)
+        self.rows = self.estimator._begin(self.problem.frame, labels, None)
         decay = self.estimator._shrinkage(self.rows)
         self.model = self.estimator.model_
         self.history = History()
-        self.held_out = None
-        names = ("layers", "activation", "T")
-        chosen = {name: getattr(self.estimator, name) for name in names}
+        chosen = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
+        chosen["features"] = self.model.net.features
         if config.network == "mlp":
             chosen["T"] = None
-        features = self.model.net.features
         self.config = replace(
             config,
             data=os.path.abspath(config.data),
-            task=problem.target.task,
-            features=features,
+            task=self.problem.target.task,
             weight_decay=decay,
             **chosen,
         )
 
-    def fit(self, folder: Path | None, progress: bool) -> None:
+    def fit(self, folder: Path, progress: bool) -> None:
         config = self.config
         rows = self.rows
         options: dict[str, Any] = {"patience": config.patience}
@@ -429,11 +419,7 @@ class TableJob(PlaneJob):
                 rows, config.validation
             )
             options["validation"] = self.held_out
-        options |= {
-            "folder": folder,
-            "resume": folder is not None,
-            "progress": progress,
-        }
+        options |= {"folder": folder, "resume": True, "progress": progress}
         self.history = self.estimator._train(
             self.model, rows, config.weight_decay, **options
         )
@@ -444,66 +430,26 @@ def estimator(config: TableConfig, problem: Problem) -> Any:
     """The estimator with the options of a config."""
     from hdnn.estimators import HDNNClassifier, HDNNRegressor
 
-    names = (
-        *(
-            "network",
-            "layers",
-            "features",
-            "activation",
-            "T",
-            "epochs",
-            "batch",
-            "learning_rate",
-        ),
-        *("weight_decay", "ridge", "smoothness", "categorical", "device"),
-    )
-    options = {name: getattr(config, name) for name in names}
-    options = {
-        name: value
-        for name, value in options.items()
-        if value not in (None, [])
-    }
+    options = {}
+    names = (*NETWORK_OPTIONS, *FIT_OPTIONS, "network", "categorical", "device")
+    for name in names:
+        value = getattr(config, name)
+        if value not in (None, []):
+            options[name] = value
+    classes = problem.target.classes
     weights = config.weights()
     if weights is not None:
-        options["class_weight"] = _by_label(weights, problem.target)
-    inputs = problem.x.shape[1]
-    if config.features is not None and config.features < inputs:
-        raise OptionError(
-            f"features must be at least {inputs}, one for each input, but got {config.features}."
-        )
-    kind = HDNNClassifier if problem.target.classes else HDNNRegressor
+        if not classes:
+            raise OptionError(
+                f"{config.target} has values, not classes: no --class-weight."
+            )
+        if isinstance(weights, dict):
+            for name in weights:
+                choose("class of --class-weight", name, classes)
+            weights = {classes.index(k): v for k, v in weights.items()}
+        options["class_weight"] = weights
+    kind = HDNNClassifier if classes else HDNNRegressor
     return kind(random_state=config.seed, **options)
-
-
-def _by_label(weights: Any, target: Any) -> Any:
-    """The weights of --class-weight, by label instead of by name."""
-    if not target.classes:
-        raise OptionError(
-            f"{target.name} has values, not classes: no --class-weight."
-        )
-    if isinstance(weights, str):
-        return weights
-    for name in weights:
-        choose("class of --class-weight", name, target.classes)
-    return {
-        target.classes.index(name): weight for name, weight in weights.items()
-    }
-
-
-def build(config: TableConfig) -> Model:
-    """A model for points of the plane, with the weights of its seed."""
-    generator = torch.Generator().manual_seed(config.seed)
-    options: dict[str, Any] = {"activation": config.activation, "init": "paper"}
-    if config.T is not None:
-        options["T"] = config.T
-    features = config.features or 0  # filled in
-    network = choose("network", config.network, BY_NAME)
-    net = BY_NAME[network](
-        features, config.layers, generator=generator, **options
-    )
-    return Model(
-        Augment(2, features), net, SigmoidHead(features, generator=generator)
-    )
 
 
 # Images
@@ -514,38 +460,26 @@ def load_images(name: str) -> ImageData:
     return load_mnist() if name == "mnist" else load_cifar10()
 
 
-def image_target(images: ImageData) -> Any:
-    """The classes of images, as those of a column."""
-    from hdnn.data.tables import Target
-
-    return Target("class", "classification", list(images.classes))
-
-
 class ImageJob:
     """A training on images, by a recipe of the paper's tables."""
 
     def __init__(self, config: ImageConfig) -> None:
         epochs = config.epochs or 40
-        data = load_images(config.data)
+        device = find_device(config.device)
+        self.data = load_images(config.data)
         names = ("batch", "learning_rate", "weight_decay", "smoothness")
-        options = {name: getattr(config, name) for name in names}
-        chosen = {
-            name: value for name, value in options.items() if value is not None
-        }
+        chosen: dict[str, Any] = {"epochs": epochs, "seed": config.seed}
+        for name in names:
+            if getattr(config, name) is not None:
+                chosen[name] = getattr(config, name)
         if config.images is not None:
-            data = data.first(config.images)
+            self.data = self.data.first(config.images)
             chosen.setdefault("batch", max(1, config.images // STEPS))
-        if config.device == "cpu":
+        if device == "cpu":
             chosen["bf16"] = False  # slow on most CPUs
-        recipe = recipes.image_recipe(
-            config.data,
-            config.network,
-            epochs=epochs,
-            seed=config.seed,
-            **chosen,
+        self.recipe = recipes.image_recipe(
+            config.data, config.network, **chosen
         )
-        self.data = data
-        self.recipe = recipe
         settings = recipes.image_settings(
             config.data, config.network, epochs=epochs
         )
@@ -553,28 +487,28 @@ class ImageJob:
             raise OptionError(
                 f"{config.network} has no Hamiltonian layers to set."
             )
-        if config.layers is not None:
-            settings["layers"] = config.layers
-        if config.activation is not None:
-            settings["activation"] = config.activation
+        for name in ("layers", "activation"):
+            if getattr(config, name) is not None:
+                settings[name] = getattr(config, name)
         if config.T is not None:
             settings["step"] = config.T / settings["layers"]
         self.model = recipes.image_network(
             config.data, config.network, seed=config.seed, **settings
         )
+        layers = settings.get("layers")
         self.config = replace(
-            config, epochs=epochs, layers=settings.get("layers")
+            config, device=device, epochs=epochs, layers=layers
         )
         self.history = History()
 
-    def fit(self, folder: Path | None, progress: bool) -> None:
+    def fit(self, folder: Path, progress: bool) -> None:
         self.model.to(self.config.device)
         self.history = fit_images(
             self.model,
             self.data,
             self.recipe,
             folder=folder,
-            resume=folder is not None,
+            resume=True,
             progress=progress,
         )
         self.model.to("cpu")
@@ -589,7 +523,8 @@ class ImageJob:
         except OptionError:
             return None
 
-    def note(self) -> None:
+    def note(self) -> Any:
+        """What the file of the model says about its inputs and outputs."""
         return None
 
     def metrics(self) -> dict[str, Any]:
@@ -618,17 +553,23 @@ class ImageJob:
         return axes
 
 
+JOBS: dict[type, Any] = {
+    PlaneConfig: PlaneJob,
+    TableConfig: TableJob,
+    ImageConfig: ImageJob,
+}
+
 # Results
 
 
-def draw(pictures: Callable[[], Mapping[str, Any]], folder: Path) -> list[str]:
-    """Write pictures as PNG files; none where matplotlib is missing."""
+def draw(job: Any, certificate: Any, folder: Path) -> list[str]:
+    """Write the pictures of a job as PNG files; none where matplotlib is missing."""
     try:
         require("matplotlib", extra="plot")
     except MissingExtraError:
         return []
     files = []
-    for name, axes in pictures().items():
+    for name, axes in job.pictures(certificate).items():
         content = byte_io.BytesIO()
         axes.figure.canvas.print_figure(content, format="png", dpi=120)
         io.write_atomically(folder / f"{name}.png", content.getvalue())
@@ -636,51 +577,45 @@ def draw(pictures: Callable[[], Mapping[str, Any]], folder: Path) -> list[str]:
     return files
 
 
-def spread(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Mean, standard deviation and extremes of each score over several runs."""
-    summary = {}
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result of one run, or of several with mean and spread of their scores."""
+    if len(results) == 1:
+        return results[0]
+    scores = {}
     for name in SCORES:
-        values = [
-            result[name] for result in results if result.get(name) is not None
-        ]
+        values = [r[name] for r in results if r.get(name) is not None]
         if len(values) > 1:
-            summary[name] = {
-                "mean": statistics.fmean(values),
-                "std": statistics.stdev(values),
-                "smallest": min(values),
-                "largest": max(values),
-            }
-    return summary
+            scores[name] = spread(values)
+    return {"runs": results, "summary": scores}
 
 
 def text(result: Mapping[str, Any]) -> str:
     """A result for people."""
     if "runs" in result:
-        lines = [
-            f"{each['run']}: {score_lines(each, 'test_')[0]}"
-            for each in result["runs"]
-        ]
-        for name, values in result["summary"].items():
-            shown = {
-                key: score_text(name, value) for key, value in values.items()
-            }
-            label = name.replace("_", " ")
-            lines.append(
-                f"{label:<16} mean {shown['mean']}, std {shown['std']}, from {shown['smallest']} "
-                f"to {shown['largest']}"
-            )
-        return "\n".join(lines)
-    lines = [
-        f"{'network':<16} {result['network']}",
-        f"{'trained':<16} {result['epochs']} epochs in {result['training_seconds']:.1f} s",
-    ]
+        rows = {}
+        for each in result["runs"]:
+            scores = score_rows(each, "test_") or score_rows(each, "train_")
+            rows[each["run"]] = ", ".join(map(" ".join, scores.items()))
+        for name, facts in result["summary"].items():
+            shown = [f"{k} {score_text(name, v)}" for k, v in facts.items()]
+            rows[name.replace("_", " ")] = ", ".join(shown)
+        return lines(rows)
+    seconds = result["training_seconds"]
+    rows = {
+        "network": result["network"],
+        "trained": f"{result['epochs']} epochs in {seconds:.1f} s",
+    }
+    if "processes" in result:
+        rows["network"] += f" on {result['nodes']} nodes"
+        rows["trained"] += f" by {result['processes']} processes"
+        size = result["bytes"] / 2**20
+        count = f"{result['messages']:,}, {size:.1f} MiB"
+        rows["messages"] = f"{count}, between neighbours only"
     if result.get("best_epoch"):
-        lines.append(
-            f"{'held out':<16} lowest loss in epoch {result['best_epoch']}"
-        )
-    lines += score_lines(result, "test_") or score_lines(result, "train_")
-    lines += [f"{'note':<16} {note}" for note in result.get("notes", [])]
+        rows["held out"] = f"lowest loss in epoch {result['best_epoch']}"
+    rows |= score_rows(result, "test_") or score_rows(result, "train_")
+    if result.get("notes"):
+        rows["note"] = f"\n{'note':<16} ".join(result["notes"])
     if result["certificate"]:
-        lines.append(f"{'gradients':<16} {result['certificate']['summary']}")
-    lines.append(f"{'run':<16} {result['run']}")
-    return "\n".join(lines)
+        rows["gradients"] = result["certificate"]["summary"]
+    return lines({**rows, "run": result["run"]})

@@ -9,8 +9,9 @@ from hdnn.distributed.exchange import LostError, Messages, exchange
 from hdnn.distributed.graph import Graph
 from hdnn.distributed.launch import launch
 from hdnn.distributed.network import GraphNetwork
+from hdnn.distributed.nodes import write_nodes
 from hdnn.distributed.plan import Plan, partition
-from hdnn.distributed.train import Settings, train, write_nodes
+from hdnn.distributed.train import Settings, train
 
 __all__ = [
     "Graph",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 from collections import Counter
@@ -27,6 +28,9 @@ from hdnn.distributed.plan import Halo, Plan
 from hdnn.errors import HDNNError, OptionError
 
 PATIENCE = timedelta(seconds=2)  # for the store, after a fault
+LATE = re.compile(
+    "timed? ?out", re.IGNORECASE
+)  # in what gloo and the store say
 
 
 class LostError(HDNNError):
@@ -35,9 +39,8 @@ class LostError(HDNNError):
 
 def world() -> tuple[int, int]:
     """The number of this process and of all, as torchrun says; 0 and 1 without it."""
-    return int(os.environ.get("RANK", "0")), int(
-        os.environ.get("WORLD_SIZE", "1")
-    )
+    rank = int(os.environ.get("RANK", "0"))
+    return rank, int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Messages:
@@ -78,11 +81,7 @@ class Messages:
             for peer, work in pending:  # noqa: B007
                 work.wait()
         except RuntimeError as error:
-            late = "imed out" in str(error)
-            reason = (
-                f"sent nothing for {self.timeout:g} s" if late else "is gone"
-            )
-            raise self.lost(f"{self.plan.name(peer)} {reason}") from error
+            raise self.lost(peer, error) from error
 
     # Along the tree
 
@@ -132,7 +131,19 @@ class Messages:
         """
         if self.store is None:
             return
-        entries = [_parsed(entry) for entry in self._collect(json.dumps(facts))]
+        rank = self.plan.rank
+        entries = []
+        try:
+            self.store.set(f"facts-{rank}", json.dumps(facts))
+            for rank in range(self.plan.size):
+                entries.append(_parsed(self.store.get(f"facts-{rank}")))
+        except RuntimeError as error:
+            raise self.lost(rank, error) from error
+        # Nobody may leave, and take the store along, before all have read.
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"read-{self.plan.rank}", "")
+            done = [f"read-{rank}" for rank in range(self.plan.size)]
+            self.store.wait(done, PATIENCE)
         for rank, entry in enumerate(entries):
             differing = [
                 word
@@ -150,33 +161,6 @@ class Messages:
             {peer: one.clone() for peer in self.plan.peers},
         )
 
-    def _collect(self, entry: str) -> list[bytes]:
-        """The entries of all processes."""
-        keys = [f"facts-{rank}" for rank in range(self.plan.size)]
-        absent: list[int] = []
-        try:
-            self.store.set(keys[self.plan.rank], entry)
-            with contextlib.suppress(dist.DistStoreError):
-                self.store.wait(keys, timedelta(seconds=self.timeout))
-            absent = [
-                rank
-                for rank, key in enumerate(keys)
-                if not self.store.check([key])
-            ]
-            if not absent:
-                entries = [self.store.get(key) for key in keys]
-                # Nobody may leave, and take the store along, before all have read.
-                self.store.set(f"read-{self.plan.rank}", "")
-                with contextlib.suppress(RuntimeError):
-                    self.store.wait(
-                        [f"read-{rank}" for rank in range(len(keys))], PATIENCE
-                    )
-                return entries
-        except RuntimeError as error:
-            raise self.lost("the store is gone") from error
-        names = ", ".join(map(self.plan.name, absent[:4]))
-        raise self.lost(f"{names} did not start within {self.timeout:g} s")
-
     def report(self, text: str) -> str:
         """Tell all processes why the training stops; the first reason is returned."""
         if self.store is None:
@@ -188,9 +172,14 @@ class Messages:
             )
         return text
 
-    def lost(self, text: str) -> LostError:
+    def lost(self, rank: int, error: RuntimeError) -> LostError:
         """The error for a lost process; all processes name the one that was lost first."""
-        reason = self.report(text).rstrip(".")
+        reason = f"{self.plan.name(rank)} is gone"
+        if LATE.search(str(error)):
+            reason = (
+                f"{self.plan.name(rank)} sent nothing for {self.timeout:g} s"
+            )
+        reason = self.report(reason).rstrip(".")
         return LostError(
             f"the training stopped because {reason}; start it again with resume."
         )
@@ -246,9 +235,8 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
         raise LostError(
             f"rendezvous of {size} processes at {address} failed in {timeout:g} s."
         )
-    store = PrefixStore(
-        f"hdnn-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", met[0]
-    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"hdnn-{attempt}", met[0])
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=wait
     )
@@ -283,6 +271,22 @@ def exchange(
     if not halo.send and not halo.receive:
         return x
     return _Exchange.apply(x, halo, messages, reverse)
+
+
+def collect(x: Tensor, messages: Messages) -> Tensor:
+    """The sum over all processes, at the root; its gradient is the root's, everywhere."""
+    return _Collect.apply(x, messages)  # pyright: ignore[reportReturnType]
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, messages: Messages) -> Tensor:
+        ctx.messages = messages
+        return messages.up(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.messages.down(gradients[0]), None
 
 
 class _Exchange(torch.autograd.Function):

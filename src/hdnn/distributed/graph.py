@@ -26,7 +26,13 @@ from typing import Any
 import torch
 
 from hdnn import sparsity
-from hdnn.errors import DataError, HDNNError, OptionError, positive_int
+from hdnn.errors import (
+    DataError,
+    HDNNError,
+    OptionError,
+    choose,
+    positive_int,
+)
 from hdnn.sparsity import Breach, Sparsity
 
 Links = list[
@@ -87,28 +93,20 @@ class Graph:
             raise OptionError(
                 f"there are {len(self.names)} names, but {self.nodes} nodes."
             )
-        alike = isinstance(sizes, int)
-        self.sizes = sparsity.node_sizes(
-            [sizes] * self.nodes if alike else sizes, self.nodes
-        )
+        if isinstance(sizes, int):
+            sizes = [sizes] * self.nodes
+        self.sizes = sparsity.node_sizes(sizes, self.nodes)
         # The first feature of each node, in a half of the state of all nodes.
         self.first = [0, *accumulate(self.sizes)]
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self.columns = self._columns(columns or {})
         self.S = None if edges is None else self._pairs("edges", edges)
-        self.T = (
-            [[i] for i in range(self.nodes)]
-            if T is None
-            else self._pattern("T", T)
-        )
+        self.T = self._pattern("T", [] if T is None else T)
         if sparsity.transposed(self.T) != self.T:
             raise OptionError(
                 "T must be symmetric, because J is skew-symmetric; use T + T^T."
             )
-        if R is not None:
-            self.R = self._pattern("R", R)
-        else:
-            self.R = self._designed()
+        self.R = self._designed() if R is None else self._pattern("R", R)
         # R + R^T + T: the links that carry messages.
         self.used = [
             sorted({*row, *back, *own})
@@ -137,29 +135,20 @@ class Graph:
         try:
             with open(path, "rb") as file:
                 table = tomllib.load(file)
-        except OSError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(
-                f"cannot read the graph {path}: {error.strerror}."
+                f"cannot read the graph {path}, a TOML file: {error}."
             ) from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is not valid TOML: {error}.") from error
         return cls.of(table, str(path))
 
     @classmethod
     def of(cls, table: Mapping[str, Any], where: str = "the graph") -> Graph:
         """The graph of a mapping with the keys of a file; errors name `where` it comes from."""
-        strange = sorted(set(table) - set(KEYS))
-        if strange:
-            raise OptionError(
-                f"{where} has {strange[0]!r}, but only {', '.join(KEYS)} are known."
-            )
-        if "nodes" not in table and "names" not in table:
-            raise OptionError(
-                f"{where} does not say how many nodes there are; add nodes = 8."
-            )
+        for name in table:
+            choose(f"{where}: the key", name, KEYS)
         try:
             return cls(**table)
-        except HDNNError as error:
+        except (HDNNError, TypeError, AttributeError) as error:
             raise OptionError(f"{where}: {error}") from error
 
     @classmethod
@@ -183,6 +172,16 @@ class Graph:
     def features(self) -> int:
         """n, of all nodes together."""
         return 2 * sum(self.sizes)
+
+    def places(self, nodes: Sequence[int], *, both: bool) -> torch.Tensor:
+        """The features of some nodes: in a half of the state of all, or in both, p and then q."""
+        places: list[int] = []
+        for node in nodes:
+            half = range(self.first[node], self.first[node + 1])
+            places += half
+            if both:
+                places += [self.features // 2 + place for place in half]
+        return torch.tensor(places)
 
     def breaches(self, most: int = 1000) -> list[Breach]:
         """Pairs of nodes that updates need and the edges lack, up to so many of them."""
@@ -240,14 +239,9 @@ class Graph:
 
     def _designed(self) -> Links:
         """The R that leaves most weights free."""
-        if self.S is None:
+        if self.S is None or self.nodes > MOST_DESIGNED:
             raise OptionError(
-                "the graph has no edges and no R; give one of them."
-            )
-        if self.nodes > MOST_DESIGNED:
-            raise OptionError(
-                f"R is designed for up to {MOST_DESIGNED} nodes, but there are {self.nodes}; "
-                "give R."
+                f"R is missing; it is designed from edges, for up to {MOST_DESIGNED} nodes."
             )
         return sparsity.links_of(sparsity.design(_matrix(self.S), self.sizes).R)
 
@@ -255,11 +249,7 @@ class Graph:
         """The number of a node that is given by number or by name."""
         if isinstance(node, str) and node in self._numbers:
             return self._numbers[node]
-        if (
-            isinstance(node, int)
-            and not isinstance(node, bool)
-            and 0 <= node < self.nodes
-        ):
+        if type(node) is int and 0 <= node < self.nodes:
             return node
         names = f", or {', '.join(self.names[:8])}" if self.names else ""
         raise OptionError(
@@ -268,17 +258,16 @@ class Graph:
 
     def _pairs(self, key: str, pairs: Any) -> Links:
         """The neighbours that undirected links make, each node with itself."""
-        if not isinstance(pairs, (list, tuple)):
+        try:
+            links = [(i, k) for i, k in pairs]
+        except (TypeError, ValueError) as error:
             raise OptionError(
                 f"{key} must be pairs of nodes, but is {_shown(pairs)}."
-            )
+            ) from error
         rows = [{i} for i in range(self.nodes)]
-        for pair in pairs:
-            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-                raise OptionError(
-                    f"{key} must be pairs of nodes, but has {_shown(pair)}."
-                )
-            i, k = (self._number(node, key) for node in pair)
+        for first, second in links:
+            i = self._number(first, key)
+            k = self._number(second, key)
             rows[i].add(k)
             rows[k].add(i)
         return [sorted(row) for row in rows]
@@ -287,13 +276,10 @@ class Graph:
         """A pattern from pairs of nodes, or from a matrix with ones on its diagonal."""
         if isinstance(value, torch.Tensor):
             value = value.int().tolist()
-        square = isinstance(value, (list, tuple)) and len(value) == self.nodes
-        square = square and all(
-            isinstance(row, (list, tuple)) and len(row) == self.nodes
-            for row in value
-        )
+        rows = value if isinstance(value, (list, tuple)) else ()
+        sizes = [len(row) for row in rows if isinstance(row, (list, tuple))]
         # Two nodes: [[1, 0], [0, 1]] is a matrix, other rows are links.
-        if not square or (
+        if sizes != [self.nodes] * self.nodes or (
             self.nodes == 2 and not value[0][0] == value[1][1] == 1
         ):
             return self._pairs(key, value)
@@ -304,17 +290,15 @@ class Graph:
             )
         return links
 
-    def _columns(self, given: Mapping[str, Any]) -> dict[str, int]:
+    def _columns(self, owners: Mapping[str, Any]) -> dict[str, int]:
         """The node of each column."""
-        if not isinstance(given, Mapping):
-            raise OptionError(
-                f'columns must be as in flow = "pump", but is {_shown(given)}.'
-            )
         columns: dict[str, int] = {}
-        for key, value in given.items():
-            node, owned = (
-                (key, value) if isinstance(value, list) else (value, [key])
-            )
+        for key, value in owners.items():
+            node = value
+            owned = [key]
+            if isinstance(value, list):
+                node = key
+                owned = value
             if isinstance(node, str) and node.isdecimal():
                 node = int(node)
             for column in owned:
@@ -329,18 +313,11 @@ class Graph:
 def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
     seen: set[str] = set()
     for name in names:
-        if (
-            not isinstance(name, str)
-            or not NAME.fullmatch(name)
-            or name.isdecimal()
-        ):
+        fits = isinstance(name, str) and NAME.fullmatch(name)
+        if not fits or name.isdecimal() or name.casefold() in seen:
             raise OptionError(
                 f"names has {_shown(name)}, but a name has 1 to 64 letters, digits, blanks, dots, "
-                "- and _, begins with a letter or a digit, and is not a number."
-            )
-        if name.casefold() in seen:
-            raise OptionError(
-                f"names has {name!r} twice; files are called by it."
+                "- and _, begins with a letter or a digit, is not a number, and stands there once."
             )
         seen.add(name.casefold())
     return tuple(names)

@@ -141,10 +141,10 @@ class GraphNetwork(nn.Module):
     @property
     def positions(self) -> Tensor:
         """The columns of the state of all nodes that are the own columns."""
-        whole = self._own_positions(self.plan.nodes)
+        own = self._places(self.plan.nodes)
         if self.scheme.halves:
-            return torch.cat([whole, whole + self.plan.graph.features // 2])
-        return whole
+            return torch.cat([own, own + self.plan.graph.features // 2])
+        return own
 
     def forward(self, y: Tensor) -> Tensor:
         """The own features of y_N, from those of y_0."""
@@ -171,20 +171,18 @@ class GraphNetwork(nn.Module):
 
         K is `gain` times N(0, 1/w), where w is the number of features that a row reads; b is 0.
         """
-        for node, blocks in self._blocks():
+        for node, weights in self._weights():
             generator = torch.Generator().manual_seed(
                 (seed * 1_000_003 + node) % 2**63
             )
-            for name, block in blocks.items():
+            for name, weight, _ in weights:
                 drawn = torch.randn(
-                    block.shape, generator=generator, dtype=torch.float64
+                    weight.shape, generator=generator, dtype=torch.float64
                 )
-                scale = (
-                    gain * block.shape[-1] ** -0.5
-                    if name.startswith("K")
-                    else 0.0
-                )
-                block.copy_(scale * drawn)
+                scale = 0.0
+                if name.startswith("K"):
+                    scale = gain * weight.shape[-1] ** -0.5
+                weight.copy_(scale * drawn)
 
     # One network of all nodes
 
@@ -202,63 +200,54 @@ class GraphNetwork(nn.Module):
     @torch.no_grad()
     def load(self, net: Network) -> None:
         """Take the own weights from a network of all nodes."""
-        for node, blocks in self._blocks():
-            rows, columns = self._rows_and_columns(node)
-            for name, block in blocks.items():
-                weight = net.weight(name)[:, rows]
-                block.copy_(
-                    weight[:, :, columns] if name.startswith("K") else weight
-                )
+        for _, weights in self._weights():
+            for name, weight, place in weights:
+                weight.copy_(net.weight(name)[place])
 
     @torch.no_grad()
     def gather(self) -> Network | None:
         """At the root a network with the weights of all nodes, which come along the tree."""
         net = self.whole()
+        totals = {}
         for name in dict(self.named_parameters()):
-            weight = torch.zeros_like(net.weight(name).detach())
-            for node, blocks in self._blocks():
-                rows, columns = self._rows_and_columns(node)
-                if name.startswith("K"):
-                    weight[:, rows[:, None], columns] = blocks[name]
-                else:
-                    weight[:, rows] = blocks[name]
-            weight = self.messages.up(weight)
+            totals[name] = torch.zeros_like(net.weight(name).detach())
+        for _, weights in self._weights():
+            for name, weight, place in weights:
+                totals[name][place] = weight
+        for name, total in totals.items():
+            total = self.messages.up(total)
             if self.plan.is_root:
-                net.assign(name, weight)
+                net.assign(name, total)
         return net if self.plan.is_root else None
 
-    def _blocks(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Each own node, with views of its weights: K (N, rows, columns) and b (N, rows)."""
+    def _weights(self) -> Iterator[tuple[int, list[tuple[str, Tensor, Any]]]]:
+        """Each own node, with views of its weights and their places in those of all nodes.
+
+        K is (N, rows, columns), b is (N, rows).
+        """
         nodes = iter(self.plan.nodes)
         row = 0
+        every = slice(None)
         for group in self.halo.groups:
             count, height, width = group.shape
             for k in range(count):
+                node = next(nodes)
                 first = group.first + k * height * width
-                blocks = {}
+                rows = self._places([node])
+                columns = self._places(self.plan.graph.R[node])
+                weights: list[tuple[str, Tensor, Any]] = []
                 for name, weight in self.named_parameters():
                     if name.startswith("K"):
                         entries = weight[:, first : first + height * width]
-                        blocks[name] = entries.view(-1, height, width)
+                        view = entries.view(-1, height, width)
+                        place = (every, rows[:, None], columns)
                     else:
-                        blocks[name] = weight[:, row : row + height]
+                        view = weight[:, row : row + height]
+                        place = (every, rows)
+                    weights.append((name, view, place))
                 row += height
-                yield next(nodes), blocks
+                yield node, weights
 
-    def _rows_and_columns(self, node: int) -> tuple[Tensor, Tensor]:
-        """The rows and columns of a node in the matrices of all nodes."""
-        return self._own_positions([node]), self._own_positions(
-            self.plan.graph.R[node]
-        )
-
-    def _own_positions(self, nodes: list[int]) -> Tensor:
+    def _places(self, nodes: list[int]) -> Tensor:
         """The places of some nodes in a half of the state of all nodes, or in the whole state."""
-        places: list[int] = []
-        for node in nodes:
-            first = self.plan.graph.first[node]
-            size = self.plan.graph.sizes[node]
-            places += range(first, first + size)
-            if not self.scheme.halves:
-                half = self.plan.graph.features // 2
-                places += range(half + first, half + first + size)
-        return torch.tensor(places)
+        return self.plan.graph.places(nodes, both=not self.scheme.halves)

@@ -14,27 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hdnn import io
 from hdnn._version import __version__
 from hdnn.data import planar
-from hdnn.distributed.exchange import Messages, connect, world
+from hdnn.distributed import nodes
+from hdnn.distributed.exchange import Messages, collect, connect, world
 from hdnn.distributed.graph import Graph
 from hdnn.distributed.network import GraphNetwork
 from hdnn.distributed.plan import Plan, partition
-from hdnn.errors import (
-    CheckpointError,
-    ConvergenceError,
-    DataError,
-    HDNNError,
-    choose,
-)
+from hdnn.errors import CheckpointError, ConvergenceError, HDNNError, choose
 from hdnn.heads import Augment, Model, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.training import checkpoint
 from hdnn.training.fit import Options
@@ -77,16 +70,6 @@ class Settings:
     dtype: str = "float32"
     seed: int = 0
     placement: Sequence[int] | None = None
-
-
-class Samples(NamedTuple):
-    """The own features of all samples; at the root their labels too."""
-
-    x: Tensor
-    t: Tensor | None
-    order: (
-        str  # equal for processes that have the same samples in the same order
-    )
 
 
 def train(
@@ -137,38 +120,32 @@ def train(
         (1, True)
     """
     graph.check()
-    names = set(Settings.__dataclass_fields__)
-    settings = Settings(
-        **{name: value for name, value in options.items() if name in names}
-    )
+    own = Settings.__dataclass_fields__
+    settings = Settings(**{k: v for k, v in options.items() if k in own})
     choose("dtype", settings.dtype, DTYPES)
-    others = {
-        name: value for name, value in options.items() if name not in names
-    }
+    numbers = {k: v for k, v in options.items() if k not in own}
     solver = "newton" if graph.features <= NEWTON else "joint"
-    numbers = Options(
-        **{"solver": solver, **DEFAULTS, **others, "seed": settings.seed}
-    )
+    numbers = {"solver": solver, **DEFAULTS, **numbers, "seed": settings.seed}
     rank, size = world()
     plan = Plan(graph, partition(graph, size), rank)
     messages = connect(plan, timeout)
     try:
-        training = Training(messages, str(data), settings, numbers)
+        training = Training(messages, str(data), settings, Options(**numbers))
         training.open(folder, resume)
         training.run(tell)
-        metrics = training.metrics(gather)
+        metrics = training.metrics()
+        model = training.gather() if gather else None
     except HDNNError as error:
         messages.report(f"{plan.name(rank)} says: {error}")
         raise
     messages.close()
-    if folder is not None and plan.is_root:
-        shown = {
-            name: value for name, value in metrics.items() if name != "model"
-        }
-        if "model" in metrics:
-            io.save(metrics["model"], Path(folder) / "model.safetensors")
-        io.write_json(Path(folder) / "metrics.json", shown)
-    return metrics
+    if not plan.is_root:
+        return {}
+    if folder is not None:
+        io.write_json(Path(folder) / "metrics.json", metrics)
+        if model is not None:
+            io.save(model, Path(folder) / "model.safetensors")
+    return metrics if model is None else {**metrics, "model": model}
 
 
 class Training:
@@ -200,46 +177,38 @@ class Training:
         )
         self.net.reset_parameters(settings.seed, settings.gain)
         self.positions = self.net.positions
-        self.samples, classes = self.read(dtype)
+        self.samples, classes = nodes.load(
+            data, self.plan, self.positions, settings.seed, dtype
+        )
         self.head = _head(
             self.graph.features, classes, settings.seed + 1, dtype
         )
         self.output = Output(
             self.head, options.solver, options.ridge, options.learning_rate
         )
-        self.model = nn.ModuleDict({"net": self.net, "head": self.head})
-        groups = [
-            {
-                "params": [*self.net.parameters()],
-                "weight_decay": options.weight_decay,
-            }
-        ]
+        # The own block of the output layer; its bias is the root's.
         self.joint = options.solver == "joint"
+        self.block = nn.Linear(
+            len(self.positions), self.head.outputs, dtype=dtype
+        )
+        self.block.weight.data.copy_(self.head.weight[:, self.positions])
+        self.block.bias.data.copy_(self.head.bias)
+        self.model = nn.ModuleDict(
+            {"net": self.net, "head": self.head, "block": self.block}
+        )
+        decays: dict[nn.Module, float] = {self.net: options.weight_decay}
         if self.joint:
-            self.block = nn.Linear(
-                len(self.positions), self.head.outputs, dtype=dtype
-            )
-            self.block.load_state_dict(
-                {
-                    "weight": self.head.weight[:, self.positions],
-                    "bias": self.head.bias,
-                }
-            )
-            self.model["block"] = self.block
-            groups.append(
-                {
-                    "params": [*self.block.parameters()],
-                    "weight_decay": options.ridge,
-                }
-            )
+            decays[self.block] = options.ridge
         self.optimizer = torch.optim.Adam(
-            groups, lr=options.learning_rate, fused=True
+            [
+                {"params": [*module.parameters()], "weight_decay": decay}
+                for module, decay in decays.items()
+            ],
+            lr=options.learning_rate,
+            fused=True,
         )
         self.generator = torch.Generator().manual_seed(options.seed)
         self.history: dict[str, list[float]] = {"loss": [], "accuracy": []}
-        self.results: list[
-            tuple[float, float]
-        ] = []  # of the steps of this epoch, at the root
         self.epoch = 0
         self.place: Path | None = None
         messages.agree(self.facts())
@@ -257,183 +226,88 @@ class Training:
             "order of samples": self.samples["train"].order,
         }
 
-    # Data
-
-    def read(self, dtype: torch.dtype) -> tuple[dict[str, Samples], int]:
-        """Samples to train on and to test with, and the number of classes; 0 for values."""
-        samples = {}
-        if self.data in planar.SETS:
-            points = planar.load(
-                self.data, seed=self.settings.seed, dtype=dtype
-            )
-            places = entry_points(self.graph)
-            for part in ("train", "test"):
-                x = getattr(points, f"x_{part}")
-                t = getattr(points, f"t_{part}")
-                nodes = [
-                    node_rows(self.graph, node, x, places)
-                    for node in self.plan.nodes
-                ]
-                samples[part] = Samples(
-                    self._joined(nodes), t, checkpoint.digest([t])
-                )
-            return samples, 2
-        home = Path(self.data)
-        if not home.is_dir():
-            sets = ", ".join(planar.SETS)
-            raise DataError(
-                f"{home} is neither one of {sets} nor a folder of node files."
-            )
-        classes = io.read_json(home / "classes.json")
-        if not isinstance(classes, int) or classes < 0 or classes == 1:
-            raise DataError(
-                f"{home / 'classes.json'} must hold the number of classes, or 0."
-            )
-        for part in ("train", "test"):
-            if part == "train" or (home / part).is_dir():
-                samples[part] = self._read(home / part, classes, dtype)
-        return samples, classes
-
-    def _read(self, home: Path, classes: int, dtype: torch.dtype) -> Samples:
-        """The samples in the files of the own nodes, and at the root the labels."""
-        nodes = []
-        orders = set()
-        for node in self.plan.nodes:
-            path = home / f"{self.graph.key(node)}.safetensors"
-            tensors = _load(path)
-            x = tensors.get("x", torch.empty(0))
-            size = 2 * self.graph.sizes[node]
-            if (
-                x.ndim != 2
-                or x.shape[1] != size
-                or not bool(x.isfinite().all())
-            ):
-                raise DataError(
-                    f"{path} must hold x (samples, {size}), p and then q of node "
-                    f"{self.graph.label(node)}, without gaps; it has {tuple(x.shape)}."
-                )
-            if nodes and len(x) != len(nodes[0]):
-                raise DataError(
-                    f"{path} has {len(x)} samples, but others have {len(nodes[0])}."
-                )
-            nodes.append(x.to(dtype))
-            orders.add(checkpoint.digest([tensors.get("id")]))
-        t = None
-        if self.plan.is_root:
-            path = home / "labels.safetensors"
-            tensors = _load(path)
-            t = _labels(tensors.get("t"), len(nodes[0]), classes, path).to(
-                torch.int64 if classes else dtype
-            )
-            orders.add(checkpoint.digest([tensors.get("id")]))
-        if len(orders) > 1:
-            raise DataError(
-                f"files in {home} have other samples, or another order, by their id."
-            )
-        return Samples(self._joined(nodes), t, orders.pop())
-
-    def _joined(self, nodes: list[Tensor]) -> Tensor:
-        """The own features, in the order of the network, from those of each node."""
-        features = [
-            place
-            for node in self.plan.nodes
-            for place in node_features(self.graph, node)
-        ]
-        column = {place: k for k, place in enumerate(features)}
-        return torch.cat(nodes, 1)[
-            :, [column[place] for place in self.positions.tolist()]
-        ]
-
-    # The loop
+    # On disk: the states after the last two epochs, because others may have ended one earlier
 
     def open(self, folder: str | os.PathLike[str] | None, resume: bool) -> None:
         """Go on from the newest epoch that all processes have saved, if asked to."""
         if folder is None:
             return
         self.place = Path(folder) / "processes" / f"{self.plan.rank:05d}"
-        saved = {}
-        for name in ("even", "odd"):
+        states = {}
+        for name in ("0", "1"):
             (self.place / name).mkdir(parents=True, exist_ok=True)
             state = checkpoint.read(self.place / name, self.facts())
             if state is not None:
-                saved[state.values["epoch"]] = state
-        if saved and not resume:
+                states[state.values["epoch"]] = state
+        if states and not resume:
             raise CheckpointError(
                 f"{folder} holds a training; resume it, or take another folder."
             )
         have = torch.zeros(self.options.epochs + 1)
-        have[list(saved)] = 1
+        have[list(states)] = 1
         common = (self.messages.total(have) == self.plan.size).nonzero()
         if len(common):
             self.epoch = int(common.max())
-            state = saved[self.epoch]
+            state = states[self.epoch]
             checkpoint.restore(
                 state, self.model, self.optimizer, self.generator
             )
             self.history = state.values["history"]
 
     def save(self) -> None:
-        """Write the state of this process; that of the epoch before is kept as well."""
+        """Write the state of this process."""
         if self.place is not None:
             values = {"epoch": self.epoch, "history": self.history}
-            place = self.place / ("odd" if self.epoch % 2 else "even")
+            place = self.place / str(self.epoch % 2)
             state = (self.model, self.optimizer, self.generator)
             checkpoint.write(place, self.facts(), values, {}, *state)
 
-    def run(self, tell: Callable[[dict[str, Any]], None] | None = None) -> None:
+    # The loop
+
+    def run(self, tell: Callable[[dict[str, Any]], None] | None) -> None:
         """Train to the end."""
         count = len(self.samples["train"].x)
         epochs = self.options.epochs
         batches = math.ceil(count / self.options.batch)
         while self.epoch < epochs:
+            results = []
             order = torch.randperm(count, generator=self.generator)
             for k, index in enumerate(order.split(self.options.batch)):
-                self.step(
-                    index, (self.epoch + k / batches) / epochs, epochs * batches
-                )
+                done = (self.epoch + k / batches) / epochs
+                results.append(self.step(index, done, epochs * batches))
             self.epoch += 1
-            if self.plan.is_root:
-                news: dict[str, Any] = {"epoch": self.epoch, "epochs": epochs}
-                for position, name in enumerate(("loss", "accuracy")):
-                    news[name] = (
-                        math.fsum(result[position] for result in self.results)
-                        / batches
-                    )
-                    self.history[name].append(news[name])
-                self.results = []
-                if tell is not None:
-                    tell(news)
+            news: dict[str, float] = {"epoch": self.epoch, "epochs": epochs}
+            losses, accuracies = zip(*results, strict=True)
+            news["loss"] = math.fsum(losses) / batches
+            news["accuracy"] = math.fsum(accuracies) / batches
+            for name in ("loss", "accuracy"):
+                self.history[name].append(news[name])
+            if tell is not None and self.plan.is_root:
+                tell(news)
             if self.epoch == epochs and not self.joint:
                 self.refit()
             self.save()
 
-    def step(self, index: Tensor, done: float, steps: int) -> None:
-        """One step on a minibatch."""
-        samples = self.samples["train"]
+    def step(self, index: Tensor, done: float, steps: int) -> Sequence[float]:
+        """One step on a minibatch; its loss and accuracy, 0 but at the root."""
+        x, t, _ = self.samples["train"]
         options = self.options
         self.optimizer.zero_grad()
-        y = self.net(samples.x[index])
-        t = (
-            samples.t[index]
-            if self.plan.is_root and samples.t is not None
-            else None
-        )
-        y.backward(
-            self.descend(y.detach(), t)
-            if self.joint
-            else self.solve(y.detach(), t)
-        )
+        sums = self.collected(self.net(x[index]))
+        gradient = torch.zeros_like(sums)
+        result = [0.0, 0.0]
+        if t is not None and self.plan.is_root:
+            gradient, *result = self.learn(sums.detach(), t[index])
+        sums.backward(gradient)
         alpha = options.smoothness
         if options.smoothing == "cosine":
             alpha *= cosine(done)
         if alpha and self.settings.layers > 1:
             (alpha * self.net.smoothness()).backward()
-        rate = options.learning_rate * rate_factor(
-            done, steps, options.warmup, options.schedule
-        )
+        rate = rate_factor(done, steps, options.warmup, options.schedule)
         trained = []
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = options.learning_rate * rate
             trained += group["params"]
         if options.clip is not None:
             own = nn.utils.get_total_norm(
@@ -442,74 +316,62 @@ class Training:
             norm = self.messages.total(own.double().square().reshape(1)).sqrt()
             nn.utils.clip_grads_with_norm_(trained, options.clip, norm[0])
         self.optimizer.step()
+        return result
 
-    # The output layer: at the root each function has the labels t, elsewhere None
+    # The output layer
 
-    def solve(self, y: Tensor, t: Tensor | None) -> Tensor:
-        """The gradient of y, with the output layer that the root solves for all features."""
-        features = self.features(y)
-        if t is not None:
-            outcome = self.output.solve((features, t, None))
-            self.add(outcome.loss, outcome.accuracy)
-            features = outcome.gradient.to(features)
-        return self.messages.down(features)[:, self.positions]
+    def collected(self, y: Tensor) -> Tensor:
+        """Sums over all processes, at the root: the last features, or parts of the scores."""
+        if self.joint:
+            own = y @ self.block.weight.T
+        else:
+            own = y.new_zeros(len(y), self.graph.features)
+            own = own.index_copy(1, self.positions, y)
+        return collect(own, self.messages)
 
-    def descend(self, y: Tensor, t: Tensor | None) -> Tensor:
-        """The gradient of y, and that of the own block of the output layer."""
-        residual = self.scores(y)
-        if t is not None:
-            scores = residual.requires_grad_()
-            loss = self.head.loss(scores, t)
-            (residual,) = torch.autograd.grad(loss, scores)
-            self.add(
-                float(loss.detach()), _accuracy(self.head, scores.detach(), t)
-            )
-        residual = self.messages.down(residual)
-        self.block.weight.grad = residual.T @ y
-        if self.plan.is_root:
-            self.block.bias.grad = residual.sum(0)
-        return residual @ self.block.weight.detach()
+    def scores(self, sums: Tensor) -> Tensor:
+        """The scores (batch, outputs) from sums over all processes."""
+        return sums + self.block.bias if self.joint else self.head(sums)
 
-    def add(self, loss: float, accuracy: float) -> None:
-        """Note the results of a step."""
+    def learn(self, sums: Tensor, t: Tensor) -> tuple[Tensor, float, float]:
+        """The gradient of the sums at the root, and the loss and accuracy of a minibatch."""
+        if self.joint:
+            sums.requires_grad_()
+            scores = self.scores(sums)
+            self.head.loss(scores, t).backward()
+            gradient = sums.grad
+            loss, accuracy = _measure(self.head, scores.detach(), t)
+        else:
+            outcome = self.output.solve((sums, t, None))
+            gradient = outcome.gradient
+            loss = outcome.loss
+            accuracy = outcome.accuracy
         if not math.isfinite(loss):
             raise ConvergenceError(
                 f"the loss is not finite in epoch {self.epoch + 1}: the training has diverged; "
                 "lower learning_rate, clip the gradients, or use a smaller step."
             )
-        self.results.append((loss, accuracy))
+        assert gradient is not None
+        return gradient.to(sums), loss, accuracy
 
     @torch.no_grad()
-    def features(self, y: Tensor) -> Tensor:
-        """The last features of all nodes (batch, n), at the root."""
-        features = y.new_zeros(len(y), self.graph.features)
-        features[:, self.positions] = y
-        return self.messages.up(features)
+    def all_sums(self, x: Tensor) -> Tensor:
+        """The sums for all samples, at the root."""
+        chunks = [self.collected(self.net(rows)) for rows in x.split(CHUNK)]
+        return torch.cat(chunks)
 
-    @torch.no_grad()
-    def scores(self, y: Tensor) -> Tensor:
-        """The scores (batch, outputs) for the last features, at the root."""
-        if not self.joint:
-            return self.head(self.features(y))
-        return self.messages.up(y @ self.block.weight.T) + self.block.bias
-
-    @torch.no_grad()
     def refit(self) -> None:
         """Let the root fit the output layer to all data."""
         x, t, _ = self.samples["train"]
-        features = torch.cat(
-            [self.features(self.net(rows)) for rows in x.split(CHUNK)]
-        )
-        if self.plan.is_root and t is not None:
-            self.output.refit(
-                (features, t, None), self.options.batch, self.generator
-            )
+        y = self.all_sums(x)
+        if t is not None and self.plan.is_root:
+            self.output.refit((y, t, None), self.options.batch, self.generator)
 
     # The end
 
     @torch.no_grad()
-    def metrics(self, gather: bool) -> dict[str, Any]:
-        """The results at the root; an empty dict elsewhere."""
+    def metrics(self) -> dict[str, Any]:
+        """The results, at the root."""
         metrics: dict[str, Any] = {
             "data": self.data,
             **asdict(self.settings),
@@ -520,25 +382,35 @@ class Training:
             "history": self.history,
         }
         for part, (x, t, _) in self.samples.items():
-            scores = torch.cat(
-                [self.scores(self.net(rows)) for rows in x.split(CHUNK)]
-            )
-            if self.plan.is_root and t is not None:
+            scores = self.scores(self.all_sums(x))
+            if t is not None and self.plan.is_root:
                 metrics[f"{part}_rows"] = len(x)
-                metrics[f"{part}_loss"] = float(self.head.loss(scores, t))
-                if not isinstance(self.head, RegressionHead):
-                    metrics[f"{part}_accuracy"] = _accuracy(
-                        self.head, scores, t
-                    )
+                loss, accuracy = _measure(self.head, scores, t)
+                metrics[f"{part}_loss"] = loss
+                if not math.isnan(accuracy):
+                    metrics[f"{part}_accuracy"] = accuracy
+                    metrics |= self.baseline(scores, t)
         traffic = self.messages.traffic()
         metrics["traffic"] = traffic
         metrics["messages"] = sum(row[2] for row in traffic)
         metrics["bytes"] = sum(row[3] for row in traffic)
-        if gather:
-            metrics["model"] = self.gather()
         metrics["seconds"] = round(time.perf_counter() - self.start, 2)
-        return metrics if self.plan.is_root else {}
+        return metrics
 
+    def baseline(self, scores: Tensor, t: Tensor) -> dict[str, Any]:
+        """The accuracy of always giving the most frequent class, and classes never predicted."""
+        trained = self.samples["train"].t
+        assert trained is not None
+        common = int(trained.mode().values)
+        share = float((t == common).double().mean())
+        missed = set(t.tolist()) - set(self.head.predict(scores).tolist())
+        return {
+            "baseline_accuracy": share,
+            "baseline": f"always answering {common} would give {share:.2%}",
+            "never_predicted": [str(label) for label in sorted(missed)],
+        }
+
+    @torch.no_grad()
     def gather(self) -> Model | None:
         """One model of all nodes, at the root."""
         net = self.net.gather()
@@ -551,7 +423,7 @@ class Training:
             return None
         places = self.settings.placement
         if self.data in planar.SETS:
-            places = entry_points(self.graph)
+            places = nodes.entry_points(self.graph)
         augment = None
         if places is not None:
             augment = Augment(len(places), net.features, placement=list(places))
@@ -559,10 +431,8 @@ class Training:
 
 
 def _head(features: int, classes: int, seed: int, dtype: torch.dtype) -> Any:
-    options: Any = {
-        "generator": torch.Generator().manual_seed(seed),
-        "dtype": dtype,
-    }
+    generator = torch.Generator().manual_seed(seed)
+    options: Any = {"generator": generator, "dtype": dtype}
     if classes == 0:
         return RegressionHead(features, 1, **options)
     if classes == 2:
@@ -570,87 +440,9 @@ def _head(features: int, classes: int, seed: int, dtype: torch.dtype) -> Any:
     return SoftmaxHead(features, classes, **options)
 
 
-def _accuracy(head: Any, scores: Tensor, t: Tensor) -> float:
-    if isinstance(head, RegressionHead):
-        return 0.0
-    return float((head.predict(scores) == t).double().mean())
-
-
-# Node files
-
-
-def node_features(graph: Graph, node: int) -> list[int]:
-    """The features of all nodes that belong to one: those of p, then of q."""
-    own = range(graph.first[node], graph.first[node + 1])
-    half = graph.features // 2
-    return [*own, *(half + place for place in own)]
-
-
-def entry_points(graph: Graph) -> list[int]:
-    """The features that points of the plane enter: p of the first node, q of the middle one."""
-    middle = node_features(graph, graph.nodes // 2)
-    return [0, middle[len(middle) // 2]]
-
-
-def node_rows(
-    graph: Graph, node: int, x: Tensor, places: Sequence[int]
-) -> Tensor:
-    """The features of one node: inputs that enter it, and zeros."""
-    own = x.new_zeros(len(x), 2 * graph.sizes[node])
-    for column, place in enumerate(node_features(graph, node)):
-        if place in places:
-            own[:, column] = x[:, places.index(place)]
-    return own
-
-
-def write_nodes(
-    folder: str | os.PathLike[str],
-    graph: Graph,
-    x: Tensor,
-    t: Tensor,
-    placement: Sequence[int],
-    *,
-    classes: int,
-    part: str = "train",
-) -> None:
-    """Write a file for each node, which its owner alone reads, and the labels for the root.
-
-    `FOLDER/PART/node-00003.safetensors` holds `x` (samples, features of node 3: p, then q),
-    `labels.safetensors` the labels `t`, and `FOLDER/classes.json` the number of classes. Files
-    that are made in another way may also hold `id`, numbers that must be the same in all of them.
-
-    Args:
-        folder: where to write.
-        graph: the nodes.
-        x: inputs `(samples, inputs)`.
-        t: labels, or values.
-        placement: the feature of all nodes that each input enters.
-        classes: the number of classes, 0 for values.
-        part: "train" or "test".
-    """
-    home = Path(folder) / part
-    home.mkdir(parents=True, exist_ok=True)
-    for node in range(graph.nodes):
-        own = node_rows(graph, node, x, placement)
-        save_file({"x": own}, home / f"{graph.key(node)}.safetensors")
-    save_file({"t": t.contiguous()}, home / "labels.safetensors")
-    io.write_json(Path(folder) / "classes.json", classes)
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot read {path}: {error}.") from error
-
-
-def _labels(t: Tensor | None, count: int, classes: int, path: Path) -> Tensor:
-    if t is None or len(t) != count:
-        raise DataError(f"{path} must hold t, one for each of {count} samples.")
-    if classes == 0:
-        return t.reshape(count, 1)
-    if t.is_floating_point() or int(t.min()) < 0 or int(t.max()) >= classes:
-        raise DataError(
-            f"{path} must hold whole numbers t in 0 .. {classes - 1}."
-        )
-    return t
+def _measure(head: Any, scores: Tensor, t: Tensor) -> tuple[float, float]:
+    """Loss and accuracy; the latter is NaN for values."""
+    accuracy = math.nan
+    if not isinstance(head, RegressionHead):
+        accuracy = float((head.predict(scores) == t).double().mean())
+    return float(head.loss(scores, t)), accuracy

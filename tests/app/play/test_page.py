@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import re
 import socket
@@ -50,14 +51,23 @@ def test_the_page_is_served_on_the_loopback_only(server):
     assert connection.getresponse().status == 404
 
 
-def test_a_client_that_sends_nothing_is_given_up(server, monkeypatch):
-    monkeypatch.setattr(play.PageHandler, "timeout", 0.2)
+@pytest.mark.parametrize("pause", [30.0, 0.05])
+def test_a_client_that_sends_little_or_nothing_is_given_up(
+    server, monkeypatch, pause
+):
+    monkeypatch.setattr(play, "TIMEOUT", 0.3)
     with socket.create_connection(
-        ("127.0.0.1", server.server_port), timeout=10
+        ("127.0.0.1", server.server_port), timeout=pause
     ) as client:
         start = time.monotonic()
-        client.sendall(b"GET / HT")
-        assert client.recv(100) == b""
+        client.sendall(b"GET / HTTP/1.0\r\nX: ")
+        answer = None
+        while answer is None and time.monotonic() - start < 5:
+            with contextlib.suppress(TimeoutError):
+                answer = client.recv(100)
+            with contextlib.suppress(OSError):
+                client.sendall(b"x")
+        assert answer == b""
         assert time.monotonic() - start < 5
 
 

@@ -1,0 +1,167 @@
+"""The data of nodes: a file for each node, which its owner alone reads, or points of the plane."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hdnn import io
+from hdnn.data import planar
+from hdnn.distributed.graph import Graph
+from hdnn.distributed.plan import Plan
+from hdnn.errors import DataError
+from hdnn.training import checkpoint
+
+LABELS = "labels.safetensors"
+
+
+class Samples(NamedTuple):
+    """The own features of all samples, and at the root their labels."""
+
+    x: Tensor
+    t: Tensor | None
+    order: str  # the same where samples and their order are the same
+
+
+def entry_points(graph: Graph) -> list[int]:
+    """The features that points of the plane enter: p of the first node, q of the middle one."""
+    middle = graph.nodes // 2
+    return [0, graph.features // 2 + graph.first[middle]]
+
+
+def place(x: Tensor, placement: Sequence[int], features: Tensor) -> Tensor:
+    """Some features of all samples: inputs at their places, and zeros."""
+    own = x.new_zeros(len(x), len(features))
+    for column, feature in enumerate(placement):
+        own[:, features == feature] = x[:, [column]]
+    return own
+
+
+def write_nodes(
+    folder: str | os.PathLike[str],
+    graph: Graph,
+    x: Tensor,
+    t: Tensor,
+    placement: Sequence[int],
+    *,
+    classes: int,
+    part: str = "train",
+) -> None:
+    """Write a file for each node, which its owner alone reads, and the labels for the root.
+
+    `FOLDER/PART/node-00003.safetensors` holds `x` (samples, features of node 3: p, then q),
+    `labels.safetensors` the labels `t`, and `FOLDER/classes.json` the number of classes. Files
+    that are made in another way may also hold `id`, numbers that must be the same in all of them.
+
+    Args:
+        folder: where to write.
+        graph: the nodes.
+        x: inputs `(samples, inputs)`.
+        t: labels, or values.
+        placement: the feature of all nodes that each input enters.
+        classes: the number of classes, 0 for values.
+        part: "train" or "test".
+    """
+    home = Path(folder) / part
+    home.mkdir(parents=True, exist_ok=True)
+    for node in range(graph.nodes):
+        own = place(x, placement, graph.places([node], both=True))
+        save_file({"x": own}, home / f"{graph.key(node)}.safetensors")
+    save_file({"t": t.contiguous()}, home / LABELS)
+    io.write_json(Path(folder) / "classes.json", classes)
+
+
+def load(
+    data: str, plan: Plan, positions: Tensor, seed: int, dtype: torch.dtype
+) -> tuple[dict[str, Samples], int]:
+    """Samples to train on and to test with, and the number of classes (0 for values).
+
+    Args:
+        data: the name of a planar set, or a folder of node files.
+        plan: the share of this process.
+        positions: the own features, in the order of the network.
+        seed: of the points of the plane.
+        dtype: of the features.
+    """
+    samples = {}
+    if data in planar.SETS:
+        points = planar.load(data, seed=seed, dtype=dtype)
+        for part in ("train", "test"):
+            t = getattr(points, f"t_{part}")
+            x = getattr(points, f"x_{part}")
+            own = place(x, entry_points(plan.graph), positions)
+            samples[part] = Samples(own, t, checkpoint.digest([t]))
+        return samples, 2
+    home = Path(data)
+    if not home.is_dir():
+        sets = ", ".join(planar.SETS)
+        raise DataError(
+            f"{home} is neither one of {sets} nor a folder of node files."
+        )
+    classes = io.read_json(home / "classes.json")
+    for part in ("train", "test"):
+        if part == "train" or (home / part).is_dir():
+            samples[part] = _read(home / part, plan, positions, classes, dtype)
+    return samples, classes
+
+
+def _read(
+    home: Path,
+    plan: Plan,
+    positions: Tensor,
+    classes: int,
+    dtype: torch.dtype,
+) -> Samples:
+    """The samples in the files of the own nodes, and at the root the labels."""
+    nodes: list[Tensor] = []
+    orders = set()
+    for node in plan.nodes:
+        path = home / f"{plan.graph.key(node)}.safetensors"
+        tensors = _load(path)
+        x = tensors.get("x", torch.empty(0))
+        count = len(nodes[0]) if nodes else len(x)
+        shape = (count, 2 * plan.graph.sizes[node])
+        if x.shape != shape or not bool(x.isfinite().all()):
+            raise DataError(
+                f"{path} must hold x {shape}, without gaps: a row for each sample, p and then q "
+                f"of node {plan.graph.label(node)}; it has {tuple(x.shape)}."
+            )
+        nodes.append(x.to(dtype))
+        orders.add(checkpoint.digest([tensors.get("id")]))
+    t = None
+    if plan.is_root:
+        tensors = _load(home / LABELS)
+        t = tensors.get("t", torch.empty(0))
+        fits = len(t) == len(nodes[0])
+        if classes and fits:
+            fits = bool(((t >= 0) & (t < classes) & (t == t.long())).all())
+        if not fits:
+            raise DataError(
+                f"{home / LABELS} must hold t, a label in 0 .. {classes - 1} (or a value, if "
+                f"classes.json is 0) for each of {len(nodes[0])} samples."
+            )
+        t = t.long() if classes else t.reshape(-1, 1).to(dtype)
+        orders.add(checkpoint.digest([tensors.get("id")]))
+    if len(orders) > 1:
+        raise DataError(
+            f"files in {home} have other samples, or another order, by their id."
+        )
+    rows = torch.cat(nodes, 1)
+    own = torch.empty_like(rows)
+    order = plan.graph.places(plan.nodes, both=True).argsort()
+    own[:, positions.argsort()] = rows[:, order]
+    return Samples(own, t, orders.pop())
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read {path}: {error}.") from error
