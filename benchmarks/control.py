@@ -26,7 +26,7 @@ SIZES = {
         "seeds": 5,
         "runs": 200,
         "random": 1000,
-        "turns": 3,
+        "turns": 15,
     },
     "quick": {
         "iterations": 4,
@@ -45,7 +45,12 @@ def trained(sizes: dict[str, int]) -> list[dict[str, Any]]:
     for seed in range(sizes["seeds"]):
         problem = control.crossing("ring", seed)
         training = control.LoopTraining(problem, iterations=sizes["iterations"])
+        bounded = []
         start = time.perf_counter()
+        for quarter in range(4):
+            until = quarter * sizes["iterations"] // 4
+            training.run(progress=False, until=until)
+            bounded.append(is_bounded(problem))
         training.run(progress=False)
         seconds = time.perf_counter() - start
         y = problem.starts(sizes["runs"], seed=STARTS, disc=True)
@@ -54,12 +59,8 @@ def trained(sizes: dict[str, int]) -> list[dict[str, Any]]:
             first = trajectory[: problem.loop.controller.steps + 1]
             hits = int(control.collisions(first, problem.collision).sum())
             cost = control.Cost(smoothness=0, end=0, barrier=0)
-            growth = (
-                float(
-                    cost(problem.loop, trajectory) / cost(problem.loop, first)
-                )
-                - 1
-            )
+            ten = cost(problem.loop, trajectory)
+            growth = float(ten / cost(problem.loop, first)) - 1
         certificate = training.certify()
         rows.append(
             {
@@ -68,11 +69,23 @@ def trained(sizes: dict[str, int]) -> list[dict[str, Any]]:
                 "runs": sizes["runs"],
                 "collisions": hits,
                 "growth": growth,
+                "bounded": bounded,
                 "violation": certificate.violation,
                 "holds": certificate.holds,
             }
         )
     return rows
+
+
+def is_bounded(problem: control.LoopProblem) -> bool:
+    """True if no step after the horizon raises the energy, over 20 horizons from 8 starts."""
+    loop = problem.loop
+    with torch.no_grad():
+        trajectory = loop(problem.starts(8, seed=STARTS), horizons=20)
+        later = trajectory[loop.controller.steps :]
+        energy = loop.energy(later, loop.controller.steps)
+    largest = energy[:-1] * (1 + 1e-12)
+    return bool(energy.isfinite().all() and (energy[1:] <= largest).all())
 
 
 def random_controllers(count: int) -> dict[str, Any]:
@@ -218,38 +231,49 @@ class Authors(nn.Module):
 
 
 def trainings(sizes: dict[str, int]) -> dict[str, list[float]]:
-    """Times of an iteration against ours, in turns: ours from 4 starts, theirs from one."""
+    """Times of an iteration against ours from as many starts, in turns.
+
+    PyTorch has one thread, which is faster for the rivals' small matrices.
+    """
+    torch.set_num_threads(1)
     problem = control.crossing("ring")
-    ours = control.LoopTraining(problem, iterations=10**6)
     rivals: dict[str, Any] = {"a good engineer's forward Euler": None}
     if importlib.util.find_spec("torchdiffeq"):
         rivals["the authors' algorithm"] = importlib.import_module(
             "torchdiffeq"
         ).odeint
-    steps = {}
-    for name, integrate in rivals.items():
-        net = Authors(problem, integrate)
-        optimizer = torch.optim.Adam(net.parameters(), lr=1e-6)
-
-        def step(net=net, optimizer=optimizer) -> None:
-            optimizer.zero_grad()
-            net.loss(net(problem.starts(1))).backward()
-            optimizer.step()
-
-        steps[name] = step
-    ratios: dict[str, list[float]] = {name: [] for name in steps}
-    count = sizes["iterations"] // 4
-    for turn in range(sizes["turns"] + 1):
-        start = time.perf_counter()
-        ours.run(progress=False, until=ours.done + count)
-        own = (time.perf_counter() - start) / count
-        for name, step in steps.items():
-            start = time.perf_counter()
-            for _ in range(10):
-                step()
-            if turn:  # the first one compiles
-                ratios[name].append((time.perf_counter() - start) / 10 / own)
+    ratios: dict[str, list[float]] = {}
+    for starts in (1, 4):
+        ours = control.LoopTraining(
+            control.crossing("ring"), iterations=10**6, batch=starts
+        )
+        steps = {"ours": lambda ours=ours: ours.run(False, until=ours.done + 1)}
+        for name, integrate in rivals.items():
+            net = Authors(problem, integrate)
+            steps[f"{name}, {starts} starts"] = rival_step(net, starts)
+        for turn in range(sizes["turns"] + 1):
+            times = {}
+            for name, step in steps.items():
+                start = time.perf_counter()
+                for _ in range(3):
+                    step()
+                times[name] = time.perf_counter() - start
+            own = times.pop("ours")
+            for name, seconds in times.items():
+                if turn:  # the first one compiles
+                    ratios.setdefault(name, []).append(seconds / own)
     return ratios
+
+
+def rival_step(net: Authors, starts: int) -> Any:
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net.loss(net(net.problem.starts(starts))).backward()
+        optimizer.step()
+
+    return step
 
 
 def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
@@ -278,10 +302,14 @@ def page(result: dict[str, Any]) -> str:
                 f"{r['seconds']:.1f}",
                 hits,
                 growth,
+                f"{sum(r['bounded'])} of {len(r['bounded'])}",
                 f"{r['violation']:.1e}",
             ]
         )
-    names = "seed | seconds | runs with a collision | cost of ten horizons | error of the balance"
+    names = (
+        "seed | seconds | runs with a collision | cost of ten horizons against one | "
+        "stopped at 0, 25, 50, 75%: bounded over 20 horizons | error of the balance"
+    )
     lines += table(names, rows)
     r = result["random"]
     lines += [
@@ -292,10 +320,14 @@ def page(result: dict[str, Any]) -> str:
     rows = [
         [name, spread(ratios)] for name, ratios in result["trainings"].items()
     ]
-    lines += table(
-        "an iteration from one start, against ours from four | times as long",
-        rows,
-    )
+    lines += table("an iteration against ours | times as long", rows)
+    lines += [
+        "",
+        "The balance is exact for plant and controller stepped together, in discrete time. A real "
+        "plant behind a sampled controller is not covered by it. The rivals simulate by forward "
+        "Euler in float32, solve no equations and keep no balance. Figures of the authors' paper "
+        "are not repeated here: their starts, costs and trainings are others.",
+    ]
     return text_of(lines)
 
 
