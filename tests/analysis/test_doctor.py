@@ -561,9 +561,14 @@ def test_a_model_that_gives_other_values_in_each_call_is_not_known():
     ("model", "x", "options", "words"),
     [
         (nn.ReLU(), rows(2, 4), {}, "has no parameters"),
-        ("model", rows(2, 4), {}, "takes an nn.Module, but got str"),
-        (mlp(2, 4), torch.tensor([[1.0, math.nan, 0.0, 0.0]]), {}, "x has NaN"),
-        (mlp(2, 4), rows(2, 5), {}, "run on x and differentiated"),
+        ("model", rows(2, 4), {}, "must be an nn.Module, but got str"),
+        (
+            mlp(2, 4),
+            torch.tensor([[1.0, math.nan, 0.0, 0.0]]),
+            {},
+            "no NaN, but got NaN",
+        ),
+        (mlp(2, 4), rows(2, 5), {}, "does not run on x"),
         (mlp(2, 4), "words", {}, "x must be a tensor, a tuple"),
         (mlp(2, 4), rows(0, 4), {}, "at least one sample"),
         (mlp(2, 4), rows(2, 4), {"loss": lambda y: y}, "one number"),
@@ -659,7 +664,7 @@ def test_a_doctor_warns_of_gradients_that_are_not_finite():
 
 
 def test_a_doctor_needs_a_module_and_inputs():
-    with pytest.raises(OptionError, match="a doctor watches"):
+    with pytest.raises(OptionError, match="the model must be"):
         GradientDoctor("model")
     with pytest.raises(OptionError, match="seen no inputs yet"):
         GradientDoctor(mlp(2, 4)).examine()

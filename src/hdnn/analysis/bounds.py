@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
+from hdnn.analysis.modules import exact
 from hdnn.analysis.sensitivity import (
     backward_sensitivity,
-    exact,
     singular_values,
     steps_of,
 )

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.analysis.sensitivity import exact, steps_of
+from hdnn.analysis.modules import exact
+from hdnn.analysis.sensitivity import steps_of
 from hdnn.errors import (
     ConvergenceError,
     DataError,

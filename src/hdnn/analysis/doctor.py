@@ -7,14 +7,14 @@ through it. Weights without a gradient are moved, to see whether the output depe
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hdnn import plotting
-from hdnn.analysis.certificate import call_module, mapped, plain, unwrapped
+from hdnn.analysis.modules import (
+    Result,
+    call_module,
+    copied,
+    mapped,
+    random_like,
+    running,
+    unwrapped,
+)
 from hdnn.analysis.rules import (
     ActivationCount,
     Examination,
@@ -30,9 +38,8 @@ from hdnn.analysis.rules import (
     LayerGain,
     judge,
 )
-from hdnn.analysis.sensitivity import copied
 from hdnn.analysis.watch import Watcher
-from hdnn.errors import DataError, HDNNError, OptionError, positive_int
+from hdnn.errors import DataError, OptionError, positive_int
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,28 +51,27 @@ NUDGES = (0.02, 1.0)  # of the size of weights, to see what depends on them
 SHARE = 0.025  # of the training time that examinations may take
 EXPECTED = 300  # steps of training that a first examination takes
 MASKED = 5e3  # below the largest logit: what lies further down is masked
+HALF = (torch.float16, torch.bfloat16)
 
-# Where the slope of an activation is less than a thousandth of its largest, by its name.
-ONE_SIDED: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": lambda x: x <= 0,
-    "gelu": lambda x: x < -4.0,
-    "silu": lambda x: x < -9.5,
-    "mish": lambda x: x < -11.0,
-    "hardswish": lambda x: x <= -3.0,
-    "elu": lambda x: x < -7.0,
-    "softplus": lambda x: x < -7.0,
-    "relu6": lambda x: (x <= 0) | (x >= 6.0),
-}
-TWO_SIDED: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": lambda x: x.abs() > 8.3,
-    "tanh": lambda x: x.abs() > 4.15,
-    "hardtanh": lambda x: x.abs() >= 1.0,
-    "hardsigmoid": lambda x: x.abs() >= 3.0,
+# Where the slope of an activation is more than a thousandth of its largest, by its name.
+STEEP = {
+    "relu": (0.0, math.inf),
+    "gelu": (-4.0, math.inf),
+    "silu": (-9.5, math.inf),
+    "mish": (-11.0, math.inf),
+    "hardswish": (-3.0, math.inf),
+    "elu": (-7.0, math.inf),
+    "softplus": (-7.0, math.inf),
+    "relu6": (0.0, 6.0),
+    "sigmoid": (-8.3, 8.3),
+    "tanh": (-4.15, 4.15),
+    "hardtanh": (-1.0, 1.0),
+    "hardsigmoid": (-3.0, 3.0),
 }
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Result):
     """What is wrong with the gradients of a model at some inputs.
 
     Made by `diagnose`. Print it to read it; `plot()` draws the gradient against depth.
@@ -87,6 +93,8 @@ class Diagnosis:
         >>> print(diagnosis)
         H2: no fault was found, gradients reach every layer...
     """
+
+    derived: ClassVar = ("healthy", "summary")
 
     model: str
     findings: tuple[Finding, ...]
@@ -110,32 +118,12 @@ class Diagnosis:
         """The result in a sentence."""
         count = len(self.faults)
         if count:
-            where = ", ".join(
-                f"{fault.kind} at {fault.layer}" for fault in self.faults
-            )
+            places = [f"{fault.kind} at {fault.layer}" for fault in self.faults]
+            where = ", ".join(places)
             return f"{self.model}: {count} fault{'s' * (count > 1)} found: {where}."
         if self.unknown:
             return f"{self.model}: no fault was found, but NOT EVERYTHING IS KNOWN."
         return f"{self.model}: no fault was found, gradients reach every layer."
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
-        return plain(
-            {
-                "model": self.model,
-                "healthy": self.healthy,
-                "summary": self.summary,
-                "findings": [finding.to_dict() for finding in self.findings],
-                "unknown": self.unknown,
-                "layers": [vars(layer) for layer in self.layers],
-                "samples": self.samples,
-                "seconds": self.seconds,
-            }
-        )
-
-    def to_json(self) -> str:
-        """One JSON object; a number that is not finite is null."""
-        return json.dumps(self.to_dict(), indent=2)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw what is left of a gradient against depth, with the layers at fault marked."""
@@ -147,10 +135,9 @@ class Diagnosis:
         if self.layers:
             width = min(max(len(layer.layer) for layer in self.layers), 40)
             lines += ["", f"{'layer':<{width}}  gradient left"]
-            lines += [
-                f"{s.layer[-width:]:<{width}}  {s.gain:>13.3g}"
-                for s in self.layers
-            ]
+            for layer in self.layers:
+                name = layer.layer[-width:]
+                lines.append(f"{name:<{width}}  {layer.gain:>13.3g}")
         return "\n".join(lines)
 
 
@@ -180,8 +167,8 @@ def diagnose(
 
     Raises:
         OptionError: if the model is no module or has no parameters.
-        DataError: if x has no tensors or NaN in it, or if the model cannot be copied, run on it and
-            differentiated.
+        DataError: if x has no tensors or NaN in it, or if the model does not run on it or cannot
+            be copied and differentiated.
 
     Examples:
         >>> import hdnn, torch
@@ -192,34 +179,30 @@ def diagnose(
         (False, ['vanishing'])
     """
     begun = time.perf_counter()
-    if not isinstance(model, nn.Module):
-        raise OptionError(
-            f"diagnose takes an nn.Module, but got {type(model).__name__}."
-        )
     model = unwrapped(model)
-    _check(model, x)
+    if not [*model.parameters()]:
+        raise OptionError(
+            f"this {type(model).__name__} has no parameters: nothing can be trained."
+        )
+    tensors = _tensors(x)
+    has_nan = any(bool(tensor.isnan().any()) for tensor in tensors)
+    if has_nan or not any(tensor.numel() for tensor in tensors):
+        raise DataError(
+            "x must be a tensor, a tuple of arguments or a dict of named ones, with at least one "
+            f"sample and no NaN, but got {'NaN' if has_nan else type(x).__name__}."
+        )
     positive_int("samples", samples)
     rows = _row_count(x)
     if rows > samples and (target is None or _row_count(target) == rows):
         x, target = mapped(lambda t: t[:samples] if t.ndim else t, (x, target))
-    probe = Probe(model, x, loss, target)
-    try:
-        with (
-            warnings.catch_warnings(),
-            _random_state_kept(),
-            torch.inference_mode(False),
-        ):
-            warnings.simplefilter("ignore")
-            seen = probe.examine()
-    except HDNNError:
-        raise
-    except Exception as error:
-        text = str(error).partition("\n")[0]
-        raise DataError(
-            f"this {type(model).__name__} cannot be copied, run on x and differentiated "
-            f"({type(error).__name__}: {text}); give x as the module takes it: a tensor, a tuple "
-            "of arguments, or a dict of named ones."
-        ) from error
+    with (
+        running(model, "x"),
+        warnings.catch_warnings(),
+        _random_state_restored(),
+        torch.inference_mode(False),
+    ):
+        warnings.simplefilter("ignore")
+        seen = Probe(model, x).examine(loss, target)
     return Diagnosis(
         type(model).__name__,
         tuple(judge(seen)),
@@ -230,38 +213,17 @@ def diagnose(
     )
 
 
-def _check(model: nn.Module, x: Any) -> None:
-    if not any(True for _ in model.parameters()):
-        raise OptionError(
-            f"this {type(model).__name__} has no parameters: nothing can be trained."
-        )
-    for name, parameter in model.named_parameters():
-        if not bool(parameter.detach().isfinite().all()):
-            raise DataError(f"the parameter {name} is not finite.")
-    tensors = _tensors(x)
-    if not any(tensor.numel() for tensor in tensors):
-        raise DataError(
-            "x must be a tensor, a tuple of arguments or a dict of named ones, with at least one "
-            f"sample, but got {type(x).__name__}."
-        )
-    if any(bool(tensor.isnan().any()) for tensor in tensors):
-        raise DataError(
-            "x has NaN in it: no gradient can be computed from that."
-        )
-
-
-class _random_state_kept:  # noqa: N801
+@contextmanager
+def _random_state_restored() -> Iterator[None]:
     """The random numbers of Python, NumPy and PyTorch go on afterwards as if nobody had drawn."""
-
-    def __enter__(self) -> None:
-        self.states = random.getstate(), np.random.get_state()  # noqa: NPY002
-        self.torch = torch.random.fork_rng()
-        self.torch.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        random.setstate(self.states[0])
-        np.random.set_state(self.states[1])  # noqa: NPY002
-        self.torch.__exit__(*error)
+    python = random.getstate()
+    numpy = np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -287,20 +249,28 @@ def _row_count(x: Any) -> int:
     return counts.pop() if len(counts) == 1 else 1
 
 
-# One run of a copy
+# A run of a copy
 
 
 @dataclass
 class ModuleCall:
-    """One call of one module, with its tensors and the calls that it happens in."""
+    """A call of a module: its tensors, and the module that its inputs come from."""
 
     name: str
     module: nn.Module
+    source: str
     begun: int
-    parent: str
     inputs: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)
     ended: int = 0
+
+
+class State(NamedTuple):
+    """A tensor on the way through a model, the module that makes it, and when."""
+
+    name: str
+    tensor: Tensor
+    time: int
 
 
 class ModelRun:
@@ -313,15 +283,13 @@ class ModelRun:
         self.calls: list[ModuleCall] = []
         self.open: list[ModuleCall] = []
         self.activations: dict[tuple[str, str], ActivationCount] = {}
+        self.last = "input"  # the module that ended last
         self.clock = 0
         self._prepare(moved or {})
         self.x = mapped(_fresh, x)
-        self.starts = [t for t in _floats(self.x) if t.requires_grad]
-        torch.manual_seed(
-            SEED
-        )  # the same dropout in every run, whoever draws it
+        torch.manual_seed(SEED)  # the same dropout in every run
         random.seed(SEED)
-        np.random.seed(SEED % 2**32)  # noqa: NPY002
+        np.random.seed(SEED)  # noqa: NPY002
         device = next(self.model.parameters()).device.type
         with (
             torch.enable_grad(),
@@ -330,8 +298,8 @@ class ModelRun:
             ActivationTrace(self),
         ):
             self.output = call_module(self.model, self.x)
-        several = [t for t in _floats(self.output) if t.numel() > 1]
-        self.outputs = several or _floats(self.output)
+        outputs = _floats(self.output)
+        self.outputs = [t for t in outputs if t.numel() > 1] or outputs
 
     def _prepare(self, moved: Mapping[str, float]) -> None:
         for name, module in self.model.named_modules():
@@ -343,27 +311,22 @@ class ModelRun:
                 )
                 module.register_forward_hook(self._after)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            if tensor.dtype in (torch.float16, torch.bfloat16):
+            if tensor.dtype in HALF:
                 tensor.data = tensor.data.float()
         self.weights = {
             n: p for n, p in self.model.named_parameters() if p.requires_grad
         }
         for name, scale in moved.items():
             weight = self.weights[name].data
-            weight += (
-                scale
-                * weight.norm()
-                / math.sqrt(weight.numel())
-                * random_like(weight)
-            )
+            size = scale * weight.norm() / math.sqrt(weight.numel())
+            weight += size * random_like(weight)
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, options: Any) -> None:
             self.clock += 1
-            parent = self.open[-1].name if self.open else ""
-            call = ModuleCall(
-                name, module, self.clock, parent, _floats([args, options])
-            )
+            source = self.open[-1].name if self.open else self.last
+            inputs = _floats([args, options])
+            call = ModuleCall(name, module, source, self.clock, inputs)
             self.calls.append(call)
             self.open.append(call)
 
@@ -374,84 +337,68 @@ class ModelRun:
         call = self.open.pop()
         call.ended = self.clock
         call.outputs = _floats(output)
+        self.last = call.name
 
     def objective(self, loss: Any, target: Any) -> Tensor | None:
         """The loss, or a random projection of all outputs; None if it has no gradient."""
-        if loss is not None:
-            value = (
-                loss(self.output)
-                if target is None
-                else loss(self.output, target)
-            )
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                raise OptionError("loss must give one number, as a tensor.")
-            return value if value.requires_grad else None
-        parts = [
-            (t * random_like(t)).sum() for t in self.outputs if t.requires_grad
-        ]
-        return torch.stack(parts).sum() if parts else None
+        if loss is None:
+            parts = [
+                (t * random_like(t)).sum()
+                for t in self.outputs
+                if t.requires_grad
+            ]
+            return torch.stack(parts).sum() if parts else None
+        targets = () if target is None else (target,)
+        value = loss(self.output, *targets)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise OptionError("loss must give one number, as a tensor.")
+        return value if value.requires_grad else None
 
-    def chain(self) -> list[tuple[str, Tensor, int]]:
-        """The states y_j: name, tensor and time, from the input to the output."""
+    def chain(self) -> list[State]:
+        """The states y_j from the input to the output."""
         end = next((t for t in self.outputs if t.requires_grad), None)
         if end is None:
             return []
         recorded = self._recorded()
-        recorded.setdefault(end.grad_fn, ("output", end, self.clock + 1))
+        recorded.setdefault(end.grad_fn, State("output", end, self.clock + 1))
         cuts = _cut_nodes(end.grad_fn, recorded)
-        return sorted(
-            (recorded[node] for node in cuts), key=lambda state: state[2]
-        )
+        states = [recorded[node] for node in cuts]
+        return sorted(states, key=lambda state: state.time)
 
-    def _recorded(self) -> dict[Any, tuple[str, Tensor, int]]:
+    def _recorded(self) -> dict[Any, State]:
         """The first tensor of each node of the graph that a module was given or gave."""
-        states = [
-            ("input", tensor, 0) for tensor in self.starts if tensor.ndim > 1
-        ]
+        inputs = [t for t in _floats(self.x) if t.ndim > 1]
+        states = [State("input", tensor, 0) for tensor in inputs]
         for call in self.calls:
-            name = call.parent or self._last_ended(call.begun)
-            states += [(name, tensor, call.begun) for tensor in call.inputs]
-            states += [
-                (call.name, tensor, call.ended) for tensor in call.outputs
-            ]
-        recorded: dict[Any, tuple[str, Tensor, int]] = {}
-        for state in sorted(states, key=lambda state: state[2]):
-            if state[1].grad_fn is not None:
-                recorded.setdefault(state[1].grad_fn, state)
+            states += [State(call.source, t, call.begun) for t in call.inputs]
+            states += [State(call.name, t, call.ended) for t in call.outputs]
+        recorded: dict[Any, State] = {}
+        for state in sorted(states, key=lambda state: state.time):
+            if state.tensor.grad_fn is not None:
+                recorded.setdefault(state.tensor.grad_fn, state)
         return recorded
-
-    def _last_ended(self, time: int) -> str:
-        ended = [call for call in self.calls if 0 < call.ended < time]
-        return (
-            max(ended, key=lambda call: call.ended).name if ended else "input"
-        )
 
 
 def _fresh(tensor: Tensor) -> Tensor:
     """A copy, in float32 where it was in half precision, which is part of the graph."""
     if not tensor.is_floating_point():
         return tensor.detach().clone()
-    if tensor.dtype in (torch.float16, torch.bfloat16):
+    if tensor.dtype in HALF:
         tensor = tensor.float()
     return tensor.detach().clone().requires_grad_().clone()
 
 
-def random_like(tensor: Tensor) -> Tensor:
-    """The same random numbers for every tensor of this shape."""
-    generator = torch.Generator().manual_seed(tensor.numel())
-    return torch.randn(tensor.shape, generator=generator).to(tensor)
-
-
-def _cut_nodes(
-    end: Any, recorded: Mapping[Any, tuple[str, Tensor, int]]
-) -> list[Any]:
+def _cut_nodes(end: Any, recorded: Mapping[Any, State]) -> list[Any]:
     """The recorded nodes that every path from the end back to the first of them leads through."""
     order = _from_leaves_on(end)
     first = min(
         (node for node in order if node in recorded),
-        key=lambda node: recorded[node][2],
+        key=lambda node: recorded[node].time,
     )
-    leading = _leading_to(first, order)
+    leading = {first}  # the nodes from which a path leads back to the first
+    for node in order:
+        if any(child in leading for child, _ in node.next_functions):
+            leading.add(node)
     path = [node for node in reversed(order) if node in leading]
     place = {node: k for k, node in enumerate(path)}
     furthest = 0
@@ -459,20 +406,9 @@ def _cut_nodes(
     for k, node in enumerate(path[: place[first] + 1]):
         if k >= furthest and node in recorded:  # no edge leads around it
             cuts.append(node)
-        ahead = [
-            place[child] for child, _ in node.next_functions if child in place
-        ]
-        furthest = max(furthest, *ahead, 0)
+        for child, _ in node.next_functions:
+            furthest = max(furthest, place.get(child, 0))
     return cuts
-
-
-def _leading_to(first: Any, order: list[Any]) -> set[Any]:
-    """The nodes from which a path leads back to the first."""
-    leading = {first}
-    for node in order:
-        if any(child in leading for child, _ in node.next_functions):
-            leading.add(node)
-    return leading
 
 
 def _from_leaves_on(end: Any) -> list[Any]:
@@ -484,14 +420,10 @@ def _from_leaves_on(end: Any) -> list[Any]:
         node, done = stack.pop()
         if done:
             order.append(node)
-        elif node not in seen:
+        elif node is not None and node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [
-                (child, False)
-                for child, _ in node.next_functions
-                if child is not None
-            ]
+            stack += [(child, False) for child, _ in node.next_functions]
     return order
 
 
@@ -511,53 +443,47 @@ class ActivationTrace(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").rstrip("_")
-        x = args[0] if args and isinstance(args[0], Tensor) else None
-        if x is None or x.numel() < 2 or not x.is_floating_point():
+        if name not in STEEP and name != "softmax":
             return out
-        if name in ONE_SIDED or name in TWO_SIDED:
-            self._count(name, x.detach())
-        elif (
-            name == "softmax" and isinstance(out, Tensor) and out.shape[-1] > 1
-        ):
-            self._count_softmax(x.detach(), out.detach())
+        x = args[0] if args else None
+        if isinstance(x, Tensor) and x.numel() > 1 and x.is_floating_point():
+            self._count(name, x.detach(), out)
         return out
 
-    def _activation(self, name: str) -> ActivationCount:
+    def _count(self, name: str, x: Tensor, out: Any) -> None:
         module = self.run.open[-1].name if self.run.open else "output"
-        return self.run.activations.setdefault(
+        a = self.run.activations.setdefault(
             (module, name), ActivationCount(module, name)
         )
-
-    def _count(self, name: str, x: Tensor) -> None:
-        a = self._activation(name)
-        a.one_sided = name in ONE_SIDED
-        flat = (ONE_SIDED if a.one_sided else TWO_SIDED)[name](x)
+        if name == "softmax":
+            # With a mask, a row may have one place to look at only: it is certain, and rightly so.
+            choices = (x > x.amax(-1, keepdim=True) - MASKED).sum(-1) > 1
+            flat = (out.detach().amax(-1) > 1 - 1e-4)[choices]
+        else:
+            low, high = STEEP[name]
+            a.one_sided = high != -low
+            flat = (x <= low) | (x >= high)
         a.entries += flat.numel()
         a.flat += int(flat.sum())
-        axis = 1 if flat.ndim > 3 else flat.ndim - 1
-        by_unit = (
-            flat.movedim(axis, 0).flatten(1) if flat.ndim > 1 else flat[:, None]
-        )
-        dead = by_unit.all(1)
-        always = ~by_unit.any(1)
-        if (
-            a.units and int(dead.sum()) >= a.dead
-        ):  # called again: dead only if so every time
-            return
-        a.units = len(dead)
-        a.dead = int(dead.sum())
-        a.always = int(always.sum())
-        a.samples = len(x)
-        living = by_unit[~(dead | always)]
-        a.active = float((~living).float().mean()) if living.numel() else 0.0
+        if a.one_sided:
+            _count_units(a, flat)
 
-    def _count_softmax(self, x: Tensor, out: Tensor) -> None:
-        # With a mask, a row may have one place to look at only: it is certain, and rightly so.
-        choices = (x > x.amax(-1, keepdim=True) - MASKED).sum(-1) > 1
-        certain = (out.amax(-1) > 1 - 1e-4)[choices]
-        a = self._activation("softmax")
-        a.entries += certain.numel()
-        a.flat += int(certain.sum())
+
+def _count_units(a: ActivationCount, flat: Tensor) -> None:
+    axis = 1 if flat.ndim > 3 else flat.ndim - 1
+    by_unit = flat[:, None]
+    if flat.ndim > 1:
+        by_unit = flat.movedim(axis, 0).flatten(1)
+    dead = by_unit.all(1)
+    always = ~by_unit.any(1)
+    if a.units and int(dead.sum()) >= a.dead:
+        return  # called again: dead only if so every time
+    a.units = len(dead)
+    a.dead = int(dead.sum())
+    a.always = int(always.sum())
+    a.samples = len(flat)
+    living = by_unit[~(dead | always)]
+    a.active = float((~living).float().mean()) if living.numel() else 0.0
 
 
 # What is measured
@@ -566,38 +492,31 @@ class ActivationTrace(TorchFunctionMode):
 class Probe:
     """A model and inputs for it, which are run on copies with weights moved."""
 
-    def __init__(
-        self, model: nn.Module, x: Any, loss: Any, target: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, x: Any) -> None:
         self.model = model
         self.x = x
-        self.loss = loss
-        self.target = target
         self.seen = Examination()
 
-    def examine(self) -> Examination:
+    def examine(self, loss: Any, target: Any) -> Examination:
         """Run the model, differentiate it, and collect all that the rules look at."""
         run = ModelRun(self.model, self.x)
         self.seen.activations = [*run.activations.values()]
         self.seen.not_finite = _first_not_finite(run)
         if self.seen.not_finite:
             return self.seen
-        objective = run.objective(self.loss, self.target)
-        states = run.chain()
-        grads: dict[str, Tensor | None] = dict.fromkeys(run.weights)
+        objective = run.objective(loss, target)
+        lost = [*run.weights]
         if objective is not None:
-            values = torch.autograd.grad(
+            grads = torch.autograd.grad(
                 objective,
                 [*run.weights.values()],
                 retain_graph=True,
                 allow_unused=True,
             )
-            grads = dict(zip(run.weights, values, strict=True))
-        if objective is not None and states:
-            self._measure_gains(run, states)
-        self._find_detached(
-            run, [name for name, g in grads.items() if g is None]
-        )
+            pairs = zip(run.weights, grads, strict=True)
+            lost = [name for name, grad in pairs if grad is None]
+            self._measure_gains(run)
+        self._find_detached(run, lost)
         if objective is None and not self.seen.detached:
             raise DataError(
                 f"no gradient leads from the output of this {type(self.model).__name__} back to "
@@ -605,127 +524,113 @@ class Probe:
             )
         return self.seen
 
-    def _measure_gains(
-        self, run: ModelRun, states: list[tuple[str, Tensor, int]]
-    ) -> None:
-        tensors = [tensor for _, tensor, _ in states]
+    def _measure_gains(self, run: ModelRun) -> None:
+        states = run.chain()
+        if not states:
+            return
         body = _body(run, states)
-        squares = torch.zeros(body + 1, dtype=torch.float64)
-        y_N = tensors[body]
+        tensors = [state.tensor for state in states[: body + 1]]
+        squares = torch.zeros(len(tensors), dtype=torch.float64)
+        y_N = tensors[-1]
         generator = torch.Generator().manual_seed(SEED)
         for _ in range(DRAWS):
             u = torch.randn(y_N.shape, generator=generator).to(y_N)
             grads = torch.autograd.grad(
-                y_N,
-                tensors[: body + 1],
-                u,
-                retain_graph=True,
-                allow_unused=True,
+                y_N, tensors, u, retain_graph=True, allow_unused=True
             )
             for k, g in enumerate(grads):
                 if g is not None:
-                    squares[k] += (
-                        g.double().square().sum().cpu()
-                        / u.double().square().sum().cpu()
-                    )
+                    ratio = g.double().norm() / u.double().norm()
+                    squares[k] += ratio.square().cpu()
         gains = (squares / DRAWS).sqrt().tolist()
         for k, (name, tensor, _) in enumerate(states[: body + 1]):
             size = float(tensor.detach().double().norm())
-            layer = LayerGain(
-                name, size, size / math.sqrt(tensor.numel()), gains[k]
-            )
-            if k:
-                layer.own = gains[k - 1] / gains[k] if gains[k] > 0 else 1.0
+            rms = size / math.sqrt(tensor.numel())
+            layer = LayerGain(name, size, rms, gains[k])
+            if k and gains[k] > 0:
+                layer.own = gains[k - 1] / gains[k]
             if not math.isfinite(gains[k]):
-                self.seen.bad_gradient = states[k + 1][0]
+                self.seen.bad_gradient = states[k + 1].name
             self.seen.layers.append(layer)
 
     def _find_detached(self, run: ModelRun, lost: list[str]) -> None:
         """Modules that cut gradients off, by what changes when weights are moved."""
-        if not _same(run, ModelRun(self.model, self.x)):
-            self.seen.unknown.append(
+        seen = self.seen
+        if not _same(run.outputs, ModelRun(self.model, self.x).outputs):
+            seen.unknown.append(
                 "whether branches are detached: the model gives other values in each call"
             )
             return
-        other = ModelRun(
-            self.model, self.x, dict.fromkeys(run.weights, NUDGES[0])
-        )
+        moved = dict.fromkeys(run.weights, NUDGES[0])
+        other = ModelRun(self.model, self.x, moved)
         if len(other.calls) == len(run.calls):
-            self.seen.detached += _severed(run, other)
+            seen.detached += _severed(run, other)
         else:
-            self.seen.unknown.append(
+            seen.unknown.append(
                 "whether branches are detached: other modules run each time"
             )
         called = {call.name for call in run.calls} | {""}
         for module in dict.fromkeys(name.rpartition(".")[0] for name in lost):
             names = [name for name in lost if name.rpartition(".")[0] == module]
             if self._matters(run, names):
-                self.seen.detached.append(module or names[0])
+                seen.detached.append(module or names[0])
             elif module in called:
-                self.seen.unknown.append(
+                seen.unknown.append(
                     f"whether {module or names[0]} is trained: it runs, but its weights get no "
                     "gradient, and the output did not change when they were moved"
                 )
             else:
-                self.seen.unused += names
+                seen.unused += names
 
     def _matters(self, run: ModelRun, names: list[str]) -> bool:
         """True if the output depends on these weights."""
-        runs = (
-            ModelRun(self.model, self.x, dict.fromkeys(names, scale))
-            for scale in NUDGES
-        )
-        return any(not _same(run, moved) for moved in runs)
+        for scale in NUDGES:
+            moved = ModelRun(self.model, self.x, dict.fromkeys(names, scale))
+            if not _same(run.outputs, moved.outputs):
+                return True
+        return False
 
 
 def _first_not_finite(run: ModelRun) -> str:
     """The first module that makes NaN or infinity of finite inputs; a mask may hold -inf."""
     for call in sorted(run.calls, key=lambda call: call.ended):
-        if all(map(_finite, call.inputs)) and not all(
-            map(_finite, call.outputs)
-        ):
+        if _finite(call.inputs) and not _finite(call.outputs):
             return call.name
-    return "" if all(map(_finite, run.outputs)) else "output"
+    return "" if _finite(run.outputs) else "output"
 
 
-def _finite(tensor: Tensor) -> bool:
-    return not bool((tensor.isnan() | (tensor == math.inf)).any())
+def _finite(tensors: list[Tensor]) -> bool:
+    bad = [(t.isnan() | (t == math.inf)).any() for t in tensors]
+    return not any(bad)
 
 
-def _body(run: ModelRun, states: list[tuple[str, Tensor, int]]) -> int:
+def _body(run: ModelRun, states: list[State]) -> int:
     """The index of y_N: the state that enters the last module with parameters."""
-    weighted = [
-        c
-        for c in run.calls
-        if any(True for _ in c.module.parameters(recurse=False))
+    last = len(states) - 1
+    begun = [
+        call.begun
+        for call in run.calls
+        if [*call.module.parameters(recurse=False)]
     ]
-    if not weighted:
-        return len(states) - 1
-    entering = [
-        k for k, state in enumerate(states) if state[2] <= weighted[-1].begun
-    ]
-    return entering[-1] if entering and entering[-1] > 0 else len(states) - 1
+    if not begun:
+        return last
+    entering = sum(state.time <= begun[-1] for state in states) - 1
+    return entering if entering > 0 else last
 
 
-def _same(a: ModelRun, b: ModelRun) -> bool:
-    """True if two runs have the same outputs."""
-    pairs = zip(a.outputs, b.outputs, strict=False)
-    return all(
-        x.shape == y.shape and torch.equal(x.detach(), y.detach())
-        for x, y in pairs
-    )
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """True if all tensors are equal, as far as there are pairs."""
+    pairs = zip(a, b, strict=False)
+    return all(torch.equal(x.detach(), y.detach()) for x, y in pairs)
 
 
 def _severed(run: ModelRun, moved: ModelRun) -> list[str]:
-    """Modules whose input depends on trainable weights, though no gradient leads back to them."""
-    names = []
+    """The first module whose input depends on weights, though no gradient leads back to them."""
     for call, other in zip(run.calls, moved.calls, strict=True):
         for x, y in zip(call.inputs, other.inputs, strict=False):
-            same = x.shape == y.shape and torch.equal(x.detach(), y.detach())
-            if not same and not x.requires_grad:
-                names.append(call.name)
-                break
-    return names[:1]
+            if not x.requires_grad and not _same([x], [y]):
+                return [call.name]
+    return []
 
 
 # Through a training
@@ -781,10 +686,6 @@ class GradientDoctor(Watcher):
         share: float = SHARE,
         loss: Any = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise OptionError(
-                f"a doctor watches an nn.Module, but got {type(model).__name__}."
-            )
         super().__init__(optimizer, every, share)
         self.model = unwrapped(model)
         self.loss = loss
@@ -793,10 +694,10 @@ class GradientDoctor(Watcher):
         self.diagnoses: list[Diagnosis] = []
         self.findings: list[Finding] = []
         self.handles.append(
-            self.model.register_forward_pre_hook(self._keep, with_kwargs=True)
+            self.model.register_forward_pre_hook(self._store, with_kwargs=True)
         )
 
-    def _keep(
+    def _store(
         self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         if not args or not options:
@@ -809,19 +710,13 @@ class GradientDoctor(Watcher):
             if parameter.grad is not None:
                 gradients[name] = float(parameter.grad.norm())
         self.looks.append(Look(self.steps, gradients))
-        bad = [
-            name for name, size in gradients.items() if not math.isfinite(size)
-        ]
-        if bad:
-            text = (
-                f"At step {self.steps} the gradient of {bad[0]} is not finite."
-            )
-            self._tell(Finding("not finite", bad[0], text))
-        elif (
-            self.share
-            and self.inputs is not None
-            and self.affordable(self._expected())
-        ):
+        for name, size in gradients.items():
+            if not math.isfinite(size):
+                text = f"At step {self.steps} the gradient of {name} is not finite."
+                self._tell(Finding("not finite", name, text))
+                return
+        ready = self.share > 0 and self.inputs is not None
+        if ready and self.affordable(self._expected()):
             self.examine()
 
     def _expected(self) -> float:
@@ -849,18 +744,15 @@ class GradientDoctor(Watcher):
     @property
     def healthy(self) -> bool:
         """True if the model was examined, and nothing was found then or in between."""
-        return (
-            not self.findings
-            and bool(self.diagnoses)
-            and self.diagnoses[-1].healthy
-        )
+        examined = bool(self.diagnoses) and self.diagnoses[-1].healthy
+        return examined and not self.findings
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(self.looks)} looks and {len(self.diagnoses)} examinations in {self.steps} steps",
-            *map(str, self.findings),
-            str(self.diagnoses[-1])
-            if self.diagnoses
-            else "NOT EXAMINED so far: call examine().",
-        ]
-        return "\n".join(lines)
+        last = "NOT EXAMINED so far: call examine()."
+        if self.diagnoses:
+            last = str(self.diagnoses[-1])
+        looks = (
+            f"{len(self.looks)} looks and {len(self.diagnoses)} examinations"
+        )
+        lines = [f"{looks} in {self.steps} steps", *map(str, self.findings)]
+        return "\n".join([*lines, last])

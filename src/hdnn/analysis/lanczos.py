@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hdnn.analysis.modules import random_like
 from hdnn.analysis.sensitivity import chosen_layers
 from hdnn.errors import OptionError, ShapeError, positive_int
 from hdnn.networks import HamiltonianUnit
@@ -193,19 +194,18 @@ def chain_extremes(
     """
     positive_int("steps", steps)
     chosen = chosen_layers(layers, len(functions) - 1)
-    values = torch.zeros(2, len(chosen), len(y), dtype=torch.float64)
+    smallest = torch.zeros(len(chosen), len(y), dtype=torch.float64)
+    largest = torch.zeros_like(smallest)
     for i, state in enumerate(y.split(1)):
         chain = Chain(functions, state)
         for row, j in enumerate(chosen):
-            generator = torch.Generator().manual_seed(0)
-            start = torch.randn(state.shape, generator=generator).to(state)
-            ritz = chain.extremes(start, j, steps)
-            smallest = 1 / ritz.largest if symplectic else ritz.smallest
-            values[0, row, i] = smallest
-            values[1, row, i] = ritz.largest
-    return Extremes(
-        chosen, values[0], values[1], shortfall(y[0].numel(), steps)
-    )
+            ritz = chain.extremes(random_like(state), j, steps)
+            largest[row, i] = ritz.largest
+            smallest[row, i] = ritz.smallest
+    if symplectic:
+        smallest = 1 / largest
+    missed = shortfall(y[0].numel(), steps)
+    return Extremes(chosen, smallest, largest, missed)
 
 
 def unit_extremes(
@@ -232,9 +232,10 @@ def unit_extremes(
             f"a HamiltonianUnit is needed, but got {type(unit).__name__}; "
             "for other layers use chain_extremes."
         )
+    functions = unit_layers(unit)
     symplectic = unit.network == "h2"
     return chain_extremes(
-        unit_layers(unit), y, layers=layers, steps=steps, symplectic=symplectic
+        functions, y, layers=layers, steps=steps, symplectic=symplectic
     )
 
 

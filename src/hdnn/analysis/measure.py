@@ -8,6 +8,7 @@ values or gradients makes the measurement worthless, and `trouble` says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hdnn import activations, engine
 from hdnn.analysis.lanczos import Chain, Derivative, unit_layers
+from hdnn.analysis.modules import random_like, spread
 from hdnn.analysis.sensitivity import (
     backward_factors,
     norms,
@@ -45,15 +47,12 @@ CHANGED = (
 class Measured:
     """Norms (L+1, B) of dy_N/dy_j for some layers j and for j = N; NaN where not computed."""
 
-    depth: int
+    layers: list[int]  # the j, with N as the last
     features: int
-    layers: list[int]
     norms: Tensor
     slack: Tensor  # (L, B): the relative distance that rounding can have moved a norm
     trouble: str = ""
-    complete: bool = (
-        True  # False if norms are lower bounds that may be too small
-    )
+    complete: bool = True  # False if norms are lower bounds that may be small
     smallest: float | None = None  # singular value
     defect: float | None = None  # of symplecticity, the largest of all layers
     symplectic: bool | None = None
@@ -64,13 +63,14 @@ class Measured:
 
 
 @torch.no_grad()
-def measure_network(net: Network, y: Tensor) -> Measured:
-    """All norms of a network in float64 at states y (B, n)."""
+def measure_network(net: Network, call: Call) -> Measured:
+    """All norms of a network in float64 at states (B, n)."""
+    y = call.y
     with engine.use(engine="reference", backprop="stored"):
         states = trajectory(net, y)
         result = _measure_matrices(net, states)
         if result.end is not None:
-            u = _random(y)
+            u = random_like(y)
             gradient = (result.end @ u.unsqueeze(-1)).squeeze(-1)
             if _differs(net, y, u, states[-1], gradient):
                 result.trouble = CHANGED
@@ -80,50 +80,50 @@ def measure_network(net: Network, y: Tensor) -> Measured:
 def _measure_matrices(net: Network, states: Tensor) -> Measured:
     N, B, n = net.layers, *states.shape[1:]
     eps = torch.finfo(states.dtype).eps
-    J = _constant_J(net)
+    J = net.field()["J"] if net.symplectic else None
     size = _factor_sizes(net)
     P = torch.eye(n, dtype=states.dtype).repeat(B, 1, 1)
     scale = states.new_zeros(B)  # dy_N/dy_j = P exp(scale)
-    sizes = states.new_full((N + 1, B), torch.nan)
-    sizes[N] = 1.0
     moved = states.new_zeros(B)
-    slack = states.new_zeros(N, B)
-    result = Measured(N, n, list(range(N)), sizes, slack)
-    result.symplectic = None if J is None else True
-    least = 1.0
+    sizes = states.new_ones(N + 1, B)
+    smallest = states.new_ones(N + 1, B)
+    result = Measured(list(range(N + 1)), n, sizes, states.new_zeros(N, B))
     for j, M in backward_factors(net, states):
         P, scale = _rescaled(M @ P, scale)
-        values = singular_values(P)
-        growth = scale.exp()
-        sizes[j] = values[:, 0] * growth
+        values = singular_values(P) * scale.exp()[:, None]
+        sizes[j] = values[:, 0]
+        smallest[j] = values[:, -1]
         # Layer j moves Phi_j by eps |Phi_{j+1}| |Phi_j^-1| times the size of its factors.
-        inverse = values[:, -1].clamp_min(eps * values[:, 0]) * growth
+        inverse = smallest[j].clamp_min(eps * sizes[j])
         moved = moved + size[j] * sizes[j + 1] / inverse
-        slack[j] = (4 * n * eps * (1 + moved)).nan_to_num(torch.inf)
-        least = min(
-            least, float((values[:, -1] * growth).nan_to_num(torch.inf).min())
-        )
-        if J is not None:
+        result.slack[j] = (4 * n * eps * (1 + moved)).nan_to_num(torch.inf)
+        if J is not None and J.ndim == 2:
             _see_symplecticity(result, M, J, 64 * n * eps * size[j])
-    sizes[:-1, ~states.isfinite().all(-1).all(0)] = torch.nan
-    result.smallest = least
+    finite = states.isfinite().all(-1)
+    sizes[:-1, ~finite.all(0)] = torch.nan
+    result.smallest = float(smallest.nan_to_num(torch.inf).min())
     if bool(sizes.isfinite().all()):
         result.end = P * scale.exp()[:, None, None]
+    elif bool(finite.all()):
+        result.trouble = "norms are beyond the largest float64"
     else:
-        result.trouble = _why_not_finite(net, states)
+        first = int((~finite.all(1)).nonzero()[0])
+        result.trouble = f"states are not finite from layer {first} on"
     return result
 
 
 def _see_symplecticity(
     result: Measured, M: Tensor, J: Tensor, error: Tensor
 ) -> None:
-    """Compare the defect of one layer with the rounding of M, which is off by `error`."""
+    """Compare the defect of a layer with the rounding of M, which is off by `error`."""
     defects = symplectic_defect(M, J).nan_to_num(0.0)
     allowed = error / norms(M).clamp_min(1.0)
+    if result.defect is None:
+        result.symplectic = True
     result.defect = max(result.defect or 0.0, float(defects.max()))
     if bool((defects > allowed).any()):
         result.symplectic = False
-    elif bool((allowed > HIDDEN).any()) and result.symplectic:
+    elif result.symplectic and bool((allowed > HIDDEN).any()):
         result.symplectic = None
 
 
@@ -133,14 +133,6 @@ def _rescaled(P: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     large = (largest > LARGE) & largest.isfinite()
     factor = largest.where(large, 1.0)
     return P / factor[:, None, None], scale + factor.log()
-
-
-def _constant_J(net: Network) -> Tensor | None:
-    """The J of all layers, if the network is symplectic with respect to one."""
-    if not net.symplectic:
-        return None
-    J = net.field()["J"]
-    return J if J.ndim == 2 else None
 
 
 def _factor_sizes(net: Network) -> Tensor:
@@ -155,45 +147,26 @@ def _factor_sizes(net: Network) -> Tensor:
         return size**3 if net.implicit else size
 
 
-def _why_not_finite(net: Network, states: Tensor) -> str:
-    for name, weight in net.named_parameters():
-        if not bool(weight.isfinite().all()):
-            return f"the weight {name} is not finite"
-    finite = states.isfinite().all(-1).all(-1)
-    if bool(finite.all()):
-        return "norms are beyond the largest float64"
-    return f"states are not finite from layer {int((~finite).nonzero()[0])} on"
-
-
 def _differs(
-    module: Any, y: Tensor, u: Tensor, end: Tensor, gradient: Tensor
+    module: Callable[..., Any], y: Tensor, u: Tensor, end: Tensor, grad: Tensor
 ) -> bool:
     """True if a module's value, or the gradient of its product with u, is another one."""
     with torch.enable_grad():
         leaf = y.detach().clone().requires_grad_()
         out = module(leaf)
-        if (
-            not isinstance(out, Tensor)
-            or out.shape != end.shape
-            or not out.requires_grad
-        ):
+        if not isinstance(out, Tensor) or out.shape != end.shape:
+            return True
+        if not out.requires_grad:
             return True
         (g,) = torch.autograd.grad(out, leaf, u, allow_unused=True)
-    return g is None or not (_close(out.detach(), end) and _close(g, gradient))
-
-
-def _random(like: Tensor) -> Tensor:
-    return torch.randn(
-        like.shape, generator=torch.Generator().manual_seed(1)
-    ).to(like)
+    return g is None or not (_close(out.detach(), end) and _close(g, grad))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
     finite = a.isfinite() & b.isfinite()
+    difference = (a - b).where(finite, 0.0).abs().max()
     size = b.where(finite, 0.0).abs().max()
-    return bool(
-        ((a - b).where(finite, 0.0).abs() <= SAME * size + 1e-290).all()
-    )
+    return bool(difference <= SAME * size + 1e-290)
 
 
 # Images and blocks of any modules
@@ -206,37 +179,44 @@ class Call(NamedTuple):
     args: tuple[Any, ...] = ()
     options: dict[str, Any] = {}  # noqa: RUF012
 
+    def run(self, module: Callable[..., Tensor], y: Tensor) -> Tensor:
+        """Call a module or one of its layers with these arguments, at a state y."""
+        return module(y, *self.args, **self.options)
 
-def measure_layers(module: Any, call: Call, *, promised: bool) -> Measured:
+
+def measure_layers(module: Any, call: Call) -> Measured:
     """Norms of a unit or of blocks in float64, for a few layers and samples, by Lanczos.
 
     Lanczos starts from one sample. If samples do not depend on each other, it sees that sample's
     matrix alone, and otherwise that of the whole batch, which is one state.
     """
-    y, args, options = call
-    if not args and not options:
-        y = y[_spread(len(y), FEW)]
+    y = call.y
+    if not call.args and not call.options:
+        y = y[spread(len(y), FEW)]
     with (
         sdpa_kernel(SDPBackend.MATH),
         engine.use(engine="reference", backprop="stored"),
     ):
         functions = [
-            lambda y, layer=layer: layer(y, *args, **options)
+            lambda y, layer=layer: call.run(layer, y)
             for layer in _layers_of(module)
         ]
         chain = Chain(functions, y)
-        layers = _spread(len(functions), LAYERS)
+        layers = spread(len(functions), LAYERS)
         sizes = y.new_ones(len(layers) + 1, min(len(y), FEW))
         slack = torch.full_like(sizes[:-1], 1e-9 + 100 * _rounding(chain, y))
-        result = Measured(len(functions), y[0].numel(), layers, sizes, slack)
-        result.complete = _measure_chain(chain, y, layers, sizes, STEPS)
-        if promised and not result.complete and bool((sizes < 1).any()):
-            result.complete = _measure_chain(
-                chain, y, layers, sizes, MORE_STEPS
-            )
-        result.trouble = _chain_trouble(
-            module, Call(y, args, options), chain, result
-        )
+        features = y[0].numel()
+        result = Measured([*layers, len(functions)], features, sizes, slack)
+        result.complete = _measure_chain(chain, y, result, STEPS)
+        below = bool((sizes < 1).any())
+        if below and not result.complete and module.guarantee().holds:
+            result.complete = _measure_chain(chain, y, result, MORE_STEPS)
+        if not bool(sizes.isfinite().all()):
+            result.trouble = "a state or a derivative is not finite"
+        elif float(slack[0, 0]) > HIDDEN:
+            result.trouble = "its modules compute in too coarse a precision"
+        elif _chain_differs(module, call, chain, y):
+            result.trouble = CHANGED
         if getattr(module, "symplectic", False):
             result.defect = _block_defect(chain, y, module.dim)
             result.symplectic = result.defect <= float(slack[0, 0])
@@ -251,57 +231,47 @@ def _layers_of(module: Any) -> list[Any]:
 
 
 def _measure_chain(
-    chain: Chain, y: Tensor, layers: list[int], sizes: Tensor, steps: int
+    chain: Chain, y: Tensor, result: Measured, steps: int
 ) -> bool:
     """Fill in the largest singular values; True if all are exact up to rounding."""
     complete = True
-    for column, i in enumerate(_spread(len(y), FEW)):
+    for column, i in enumerate(spread(len(y), FEW)):
         start = torch.zeros_like(y)
-        start[i] = _random(y[i])
-        for row, j in enumerate(layers):
+        start[i] = random_like(y[i])
+        for row, j in enumerate(result.layers[:-1]):
             ritz = chain.extremes(start, j, steps)
-            sizes[row, column] = ritz.largest
+            result.norms[row, column] = ritz.largest
             complete = complete and ritz.complete
     return complete
 
 
-def _chain_trouble(
-    module: Any, call: Call, chain: Chain, result: Measured
-) -> str:
-    if not bool(result.norms.isfinite().all()):
-        return "a state or a derivative is not finite"
-    if float(result.slack[0, 0]) > HIDDEN:
-        return "its modules compute in too coarse a precision"
+def _chain_differs(module: Any, call: Call, chain: Chain, y: Tensor) -> bool:
+    """True if the module itself is not the chain of its layers."""
     end = chain.end
-    u = _random(end)
-    g = u
-    after = getattr(
-        module, "after", None
-    )  # a normalisation behind the layers of a unit
+    u = random_like(end)
+    gradient = u
+    # A normalisation may follow the layers of a unit.
+    after = getattr(module, "after", None)
     if after is not None:
         M = Derivative(after, end)
         end = M.out
-        g = M.backwards(u)
-
-    def run(y: Tensor) -> Tensor:
-        return module(y, *call.args, **call.options)
-
-    return CHANGED if _differs(run, call.y, u, end, chain.backwards(g)) else ""
+        gradient = M.backwards(u)
+    gradient = chain.backwards(gradient)
+    return _differs(lambda y: call.run(module, y), y, u, end, gradient)
 
 
 def _rounding(chain: Chain, y: Tensor) -> float:
     """The relative difference of u . (M v) and (M^T u) . v."""
-    u = _random(y)
+    u = random_like(y)
     v = chain.backwards(u)
     square = float(v.square().sum())
-    return abs(float((u * chain.forwards(v)).sum()) - square) / max(
-        square, 1e-300
-    )
+    product = float((u * chain.forwards(v)).sum())
+    return abs(product - square) / max(square, 1e-300)
 
 
 def _block_defect(chain: Chain, y: Tensor, dim: int) -> float:
     """|Phi^T J Phi u - J u| for a random u and the canonical J, relative to |Phi u|^2."""
-    u = _random(y)
+    u = random_like(y)
     u = u / u.norm()
     v = chain.backwards(u)
     difference = chain.forwards(_turned(v, dim)) - _turned(u, dim)
@@ -312,10 +282,3 @@ def _turned(v: Tensor, dim: int) -> Tensor:
     """J v for the canonical J."""
     p, q = v.chunk(2, dim)
     return torch.cat([-q, p], dim)
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """At most so many of 0 .. count - 1, evenly spread, with the first and the last."""
-    return (
-        torch.linspace(0, count - 1, min(count, most)).round().long().tolist()
-    )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+
+from hdnn.analysis.modules import Result
 
 VANISHED = 1e-4
 SHRUNK = 1e-2  # no gain above this counts as vanished
@@ -26,7 +27,7 @@ SATURATED = 0.8
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Result):
     """One thing that is wrong, or worth knowing: where it is, in a sentence, with its figures.
 
     Attributes:
@@ -45,10 +46,6 @@ class Finding:
     figures: dict[str, float] = field(default_factory=dict)
     fault: bool = True
     layers: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
-        return {**asdict(self), "layers": list(self.layers)}
 
     def __str__(self) -> str:
         return f"{'FAULT' if self.fault else 'note'}: {self.sentence}"

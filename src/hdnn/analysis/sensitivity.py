@@ -6,20 +6,17 @@ of the c-th entry of y by the a-th of x, the transpose of a Jacobian.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hdnn.errors import OptionError, ShapeError, choose
 from hdnn.networks import Network
 
 MEMORY = 2**28  # bytes for the matrices of layers that are computed together
 ORDERS: dict[str, Any] = {"2": 2, "1": 1, "inf": float("inf"), "fro": "fro"}
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 @torch.no_grad()
@@ -92,9 +89,7 @@ def backward_sensitivity(
         Phi = M @ Phi
         if j in chosen:
             by_layer[j] = Phi.where(~lost[:, None, None], torch.nan)
-    result = states.new_empty(len(chosen), *Phi.shape)
-    for row, j in enumerate(chosen):
-        result[row] = by_layer[j]
+    result = torch.stack([by_layer[j] for j in chosen])
     return result.reshape(len(chosen), *y.shape, n)
 
 
@@ -261,23 +256,3 @@ def is_symplectic(
     if tolerance is None:
         tolerance = 64 * Phi.shape[-1] * torch.finfo(Phi.dtype).eps
     return bool((symplectic_defect(Phi, J) <= tolerance).all())
-
-
-# Copies: an analysis never touches the module that it looks at
-
-
-def copied(module: Module) -> Module:
-    """A copy in the same dtype, also of modules whose weights are computed by hooks."""
-    computed = {}
-    for submodule in module.modules():
-        for value in vars(submodule).values():
-            if (
-                isinstance(value, Tensor) and not value.is_leaf
-            ):  # PyTorch does not copy these
-                computed[id(value)] = value.detach().clone()
-    return copy.deepcopy(module, computed)
-
-
-def exact(module: Module) -> Module:
-    """A copy in float64 on the CPU, in evaluation mode."""
-    return copied(module).to("cpu", torch.float64).eval()

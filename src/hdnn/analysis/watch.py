@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hdnn import plotting
 from hdnn.analysis.certificate import over_samples
-from hdnn.analysis.sensitivity import backward_sensitivity, exact, norms
+from hdnn.analysis.modules import exact
+from hdnn.analysis.sensitivity import backward_sensitivity, norms
 from hdnn.errors import OptionError, ShapeError, choose, positive_int
 from hdnn.networks import Network
 

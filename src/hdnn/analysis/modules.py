@@ -1,0 +1,146 @@
+"""Modules as an analysis runs them: copied, unwrapped, called; and results as JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hdnn.errors import DataError, HDNNError, OptionError, ShapeError
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def copied(module: Module) -> Module:
+    """A copy in the same dtype, also of modules whose weights are computed by hooks."""
+    computed = {}
+    for submodule in module.modules():
+        for value in vars(submodule).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                # PyTorch does not copy these.
+                computed[id(value)] = value.detach().clone()
+    return copy.deepcopy(module, computed)
+
+
+def exact(module: Module) -> Module:
+    """A copy in float64 on the CPU, in evaluation mode."""
+    return copied(module).to("cpu", torch.float64).eval()
+
+
+def unwrapped(model: Any) -> Any:
+    """The module inside of `torch.compile` and the data-parallel classes of PyTorch."""
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"the model must be an nn.Module, but got {type(model).__name__}."
+        )
+    children = dict(model.named_children())
+    for name in ("_orig_mod", "module"):
+        if list(children) == [name]:
+            return unwrapped(children[name])
+    return model
+
+
+def mapped(function: Any, value: Any) -> Any:
+    """A function of all tensors inside of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: mapped(function, each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(function, each) for each in value)
+    return value
+
+
+def call_module(module: nn.Module, inputs: Any) -> Any:
+    """Run a module on inputs as users give them: a tensor, a tuple of arguments or a dict."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return module(*inputs)
+    return module(inputs)
+
+
+@contextmanager
+def running(module: nn.Module, name: str) -> Iterator[None]:
+    """Code of somebody else runs here: whatever it raises becomes a `DataError`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, HDNNError):
+            raise
+        text = str(error).partition("\n")[0]
+        raise DataError(
+            f"this {type(module).__name__} does not run on {name} "
+            f"({type(error).__name__}: {text}); give {name} as the module takes it: a tensor, a "
+            "tuple of arguments, or a dict of named ones."
+        ) from error
+
+
+def state_rows(y: Any, width: int) -> Tensor:
+    """States (*batch, width) as rows (B, width) in float64 on the CPU."""
+    fits = isinstance(y, Tensor) and y.ndim > 0 and y.shape[-1] == width
+    if not fits or not y.numel():
+        shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ShapeError(
+            f"y must be a tensor (*batch, {width}), but got {shape}."
+        )
+    return exact_tensor(check_finite(y)).reshape(-1, width)
+
+
+def check_finite(y: Tensor) -> Tensor:
+    if not bool(y.isfinite().all()):
+        raise DataError("y has NaN or infinite values; remove or replace them.")
+    return y
+
+
+def exact_tensor(value: Tensor) -> Tensor:
+    """A copy on the CPU, in float64 if it is a floating-point tensor."""
+    dtype = torch.float64 if value.is_floating_point() else value.dtype
+    return value.detach().clone().to("cpu", dtype)
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most so many of 0 .. count - 1, evenly spread, with the first and the last."""
+    places = torch.linspace(0, count - 1, min(count, most))
+    return places.round().long().tolist()
+
+
+def random_like(tensor: Tensor) -> Tensor:
+    """Random numbers, the same ones for every tensor of this shape."""
+    generator = torch.Generator().manual_seed(tensor.numel())
+    return torch.randn(tensor.shape, generator=generator).to(tensor)
+
+
+class Result:
+    """A dataclass that can be written as JSON, with the properties that it lists as `derived`."""
+
+    derived: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values for JSON; a number that is not finite is None."""
+        return _plain(self)
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        names = [field.name for field in fields(value)]
+        names += getattr(value, "derived", ())
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
