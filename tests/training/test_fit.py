@@ -413,6 +413,18 @@ def test_a_head_without_a_loss_is_refused():
         fit(model, torch.randn(8, 2), torch.zeros(8).long())
 
 
+@pytest.mark.parametrize("net", [hdnn.H1, hdnn.H2, hdnn.networks.MS1])
+def test_a_training_without_autograd_is_that_with_autograd(net):
+    weights = []
+    for hooked in (False, True):
+        model = make(net=net)
+        if hooked:  # runs the layers by autograd
+            model.net.register_forward_hook(lambda *_: None)
+        fit(model, *rows(), epochs=3, smoothness=0.1, progress=False)
+        weights.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.allclose(*weights, rtol=1e-6, atol=1e-9)
+
+
 def test_a_training_that_diverges_says_so():
     model = make(net=hdnn.H1, activation="identity", T=400.0)
     with pytest.raises(ConvergenceError, match="not finite in epoch"):

@@ -149,15 +149,3 @@ def test_networks_have_the_parameters_of_the_tables():
         model = recipes.image_network(data, name)
         count = sum(p.numel() for p in model.parameters())
         assert abs(count - expected) < 0.01 * expected
-
-
-def test_a_recipe_for_a_table_depends_on_its_size():
-    small = recipes.table(inputs=4, rows=50)
-    large = recipes.table(inputs=200, rows=10_000)
-    assert small["batch"] == 50
-    assert large["batch"] == 160
-    assert large["learning_rate"] < small["learning_rate"]
-    assert large["epochs"] < small["epochs"]
-    assert recipes.table(4, 50, features=64)["features"] == 64
-    with pytest.raises(OptionError, match="5000 inputs"):
-        recipes.table(inputs=5000, rows=10)

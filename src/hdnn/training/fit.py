@@ -37,7 +37,7 @@ from hdnn.training.callbacks import (
     Moment,
     WellPosed,
 )
-from hdnn.training.hidden import Adam, Passes, Smoothness, clip_norm
+from hdnn.training.hidden import Adam, HiddenLayers
 from hdnn.training.output import (
     SOLVERS,
     Batch,
@@ -227,8 +227,7 @@ class _Training:
         self.validation = None if held_out is None else self._embedded(held_out)
         self.callbacks = self._all_callbacks(callbacks)
         self.optimizer = self._optimizer()
-        self.passes = Passes(model.net)
-        self.smoothness = Smoothness(model.net, self.trained)
+        self.layers = HiddenLayers(model.net)
         self.output = Output(
             self.head, options.solver, options.ridge, options.learning_rate
         )
@@ -261,11 +260,12 @@ class _Training:
         return chosen
 
     def _optimizer(self) -> Adam:
+        options = self.options
         head = set(self.head.parameters())
         free = [p for p in self.model.parameters() if p.requires_grad]
         self.hidden = [p for p in free if p not in head]
         output = []
-        if self.options.solver == "joint":
+        if options.solver == "joint":
             output = [p for p in free if p in head]
         self.trained = self.hidden + output
         if not self.trained:
@@ -273,8 +273,8 @@ class _Training:
                 "no hidden layer has a parameter that requires a gradient; call "
                 'requires_grad_() on some, or train the output layer alone with solver="joint".'
             )
-        decays = [self.options.weight_decay] * len(self.hidden)
-        return Adam(self.trained, decays + [self.options.ridge] * len(output))
+        decays = [options.weight_decay] * len(self.hidden)
+        return Adam(self.trained, decays + [options.ridge] * len(output))
 
     # The loop
 
@@ -313,7 +313,7 @@ class _Training:
             if k < self.batches - 1 and self.call(moment):
                 stop = True
                 break
-        self.history.add(moments, self.smoothness.value())
+        self.history.add(moments, self.layers.smoothness())
         if self.validation is not None:
             self.measure(self.validation)
         self.history.seconds += time.perf_counter() - start
@@ -344,27 +344,23 @@ class _Training:
         steps = options.epochs * self.batches
         for p in self.trained:
             p.grad = None
-        y = self.passes.forward(self.group.split(y_0))
-        seen = bool(self.callbacks) or k == self.batches - 1
-        outcome = self.output.solve(
-            (self.group.gather(y, len(y_0)), t, weight), write=seen
+        y = self.group.gather(
+            self.layers.forward(self.group.split(y_0)), len(y_0)
         )
+        outcome = self.output.solve((y, t, weight))
         if not math.isfinite(outcome.loss):
             raise self.diverged(epoch, y_0)
         if self.hidden:
-            self.passes.backward(self.group.scatter(outcome.gradient))
+            self.layers.backward(self.group.scatter(outcome.gradient))
             self.group.reduce(self.hidden)
         alpha = options.smoothness
         if options.smoothing == "cosine":
             alpha *= cosine(done)
-        gradients = self.smoothness.gradients(alpha)
+        self.layers.add_smoothness(alpha)
         rate = options.learning_rate * rate_factor(
             done, steps, options.warmup, options.schedule
         )
-        norm = math.nan
-        if options.clip is not None or seen:
-            norm = clip_norm(gradients, options.clip)
-        self.optimizer.step(gradients, rate)
+        norm = self.optimizer.step(rate, options.clip)
         return Moment(
             model=self.model,
             epoch=epoch + 1,

@@ -1,12 +1,11 @@
-"""The hidden layers of a network in a training: gradients, smoothness, and Adam.
+"""The hidden layers of a network in a training: states, gradients, smoothness, and Adam.
 
-A minibatch of a small network is run within some ten calls of PyTorch or NumPy, so that each call
-counts.
+A small network runs through a minibatch in some twenty microseconds, so that each call of PyTorch
+around it counts.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,14 +16,20 @@ from torch import Tensor, nn
 
 from hdnn.engine.run import Call, Plan
 from hdnn.engine.settings import current
-from hdnn.networks import Network
-from hdnn.schemes import Force
+from hdnn.networks import HamiltonianNet, Network
 
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
 NUMPY = (torch.float32, torch.float64)
 
 
-class Passes:
-    """The last states of a network, and the gradients of its parameters from those of the states.
+class HiddenLayers:
+    """The last states of a network, and the gradients of its parameters.
 
     Where one kernel runs all layers it is called directly, and autograd is left with what computes
     its weights from the parameters: for a small network the rest takes longer than the kernel.
@@ -32,23 +37,40 @@ class Passes:
 
     def __init__(self, net: Any) -> None:
         self.net = net
+        owners = [net, *net.parameters()]
+        hooked = any(getattr(o, name, None) for o in owners for name in HOOKS)
         plain = getattr(net.forward, "__func__", None) is Network.forward
-        self.direct = (
-            plain
-            and isinstance(getattr(net, "h", None), float)
-            and not _hooked(net)
-        )
+        constant = isinstance(getattr(net, "h", None), float)
+        self.direct = plain and constant and not hooked
         self.direct = self.direct and bool(net.scheme.moves)
+        # V = K J^T of H1, whose gradient goes to K without autograd.
+        self.turned = isinstance(net, HamiltonianNet) and net.forward_euler
+        self.turned = self.turned and not net.linked
+        self.turned = self.turned and isinstance(net.stacks()[0], nn.Parameter)
         self.plans: dict[int, Plan] = {}  # by number of samples
         self.last: tuple[Any, ...] = ()  # the last forward pass
+        self.has_smoothness = hasattr(net, "smoothness") and hasattr(net, "h")
+        # Stacks of weights that are parameters have a plain gradient of R_K: by layers, in memory.
+        self.stacks: list[tuple[nn.Parameter, Any]] = []
+        if constant and type(net).smoothness is Network.smoothness:
+            stacks: list[Any] = net._smooth()
+            if all(isinstance(stack, nn.Parameter) for stack in stacks):
+                self.stacks = [(stack, numbers(stack)) for stack in stacks]
 
     def forward(self, y_0: Tensor) -> Tensor:
-        if not self.direct:
-            return self._by_autograd(y_0)
-        forces = self.net.forces()
-        plan = self.plans.get(len(y_0)) or self._plan(y_0, forces)
-        if plan.method is None or plan.convert:
-            return self._by_autograd(y_0)
+        """y_N (B, n) of a minibatch."""
+        plan = None
+        forces: Any = ()
+        if self.direct:
+            with torch.set_grad_enabled(not self.turned):
+                forces = self.net.forces()
+            if self.turned:
+                forces[0].V.requires_grad_()
+            plan = self.plans.get(len(y_0)) or self._plan(y_0, forces)
+        if plan is None or plan.method is None or plan.convert:
+            y = self.net(y_0)
+            self.last = (y,)
+            return y.detach()
         tensors = [plan.h]
         for force in forces:
             tensors += [t if t is None else t.contiguous() for t in force]
@@ -57,26 +79,16 @@ class Passes:
         self.last = (plan.method, y_0, saved, tensors)
         return y
 
-    def _by_autograd(self, y_0: Tensor) -> Tensor:
-        y = self.net(y_0)
-        self.last = (y,)
-        return y.detach()
-
-    def _plan(self, y_0: Tensor, forces: Sequence[Force]) -> Plan:
+    def _plan(self, y_0: Tensor, forces: Any) -> Plan:
         net = self.net
-        choices = [
-            None if name == "auto" else name
-            for name in (net.engine, net.backprop)
-        ]
-        plan = Plan(
-            current(*choices),
-            Call(net.scheme, y_0, forces, net.h, net.sigma, False),
-        )
-        self.plans[len(y_0)] = plan
-        return plan
+        engine = None if net.engine == "auto" else net.engine
+        backprop = None if net.backprop == "auto" else net.backprop
+        call = Call(net.scheme, y_0, forces, net.h, net.sigma, False)
+        self.plans[len(y_0)] = Plan(current(engine, backprop), call)
+        return self.plans[len(y_0)]
 
     def backward(self, g: Tensor) -> None:
-        """Add to the gradients of all parameters, given that of the last states."""
+        """Add to the gradients of all parameters, from that of y_N."""
         if len(self.last) == 1:
             self.last[0].backward(g)
             return
@@ -84,131 +96,96 @@ class Passes:
         with torch.no_grad():
             gradients = method.backward(
                 y_0, saved, g.contiguous(), tuple(tensors)
-            )[1:]
-        roots = []
+            )
+        if self.turned:
+            self._turn_back(*gradients[2:])
+            gradients[4] = None
+        computed = []
         theirs = []
-        for t, gradient in zip(tensors, gradients, strict=True):
+        for t, gradient in zip(tensors, gradients[1:], strict=True):
             if gradient is None or not t.requires_grad:
                 continue
             if t.is_leaf and t.grad is None:
                 t.grad = gradient
             else:
-                roots.append(t)
+                computed.append(t)
                 theirs.append(gradient)
-        if roots:
-            torch.autograd.backward(roots, theirs)
+        if computed:
+            torch.autograd.backward(computed, theirs)
 
+    def _turn_back(self, g_K: Tensor, _: Tensor, g_V: Tensor) -> None:
+        """Add to the gradient of K = (K_p, K_q) that of V = (-K_q, K_p)."""
+        m = g_K.shape[-1] // 2
+        to = numbers(g_K)
+        of = numbers(g_V)
+        to[..., m:] -= of[..., :m]
+        to[..., :m] += of[..., m:]
 
-class Smoothness:
-    """The regulariser R_K of a network, and its gradient.
-
-    For most networks the gradient in each parameter is a multiple of its second difference from
-    layer to layer. Whether it is, and which multiple, is measured once at random weights; then the
-    differences take a small part of the time of autograd.
-    """
-
-    def __init__(self, net: Any, trained: Sequence[nn.Parameter]) -> None:
-        self.net = net
-        self.trained = trained
-        self.active = hasattr(net, "smoothness") and hasattr(
-            net, "h"
-        )  # not an MLP
-        # By the number of a parameter.
-        self.factors: list[tuple[int, Any, float]] | None = None
-        if self.active:
-            self.factors = self._measured()
-
-    def _measured(self) -> list[tuple[int, Any, float]] | None:
-        try:
-            probe = copy.deepcopy(self.net).double().requires_grad_()
-        except (
-            RuntimeError
-        ):  # weights that PyTorch computes, as after pruning, have no copy
-            return None
-        weights = list(probe.parameters())
-        generator = torch.Generator().manual_seed(0)
-        for p in weights:
-            p.data.copy_(torch.randn(p.shape, generator=generator))
-        gradients = torch.autograd.grad(
-            probe.smoothness(), weights, allow_unused=True
-        )
-        places = {p: k for k, p in enumerate(self.trained)}
-        factors = []
-        for mine, p, gradient in zip(
-            self.net.parameters(), weights, gradients, strict=True
-        ):
-            p = p.detach()
-            if gradient is None or len(p) < 2:
-                return None
-            difference = -p.diff(dim=0, prepend=p[:1], append=p[-1:]).diff(
-                dim=0
-            )
-            factor = float(
-                (gradient * difference).sum() / difference.square().sum()
-            )
-            if not torch.allclose(gradient, factor * difference):
-                return None
-            if mine in places:
-                factors.append((places[mine], numbers(mine), factor))
-        return factors
-
-    def value(self) -> float:
-        return float(self.net.smoothness().detach()) if self.active else 0.0
-
-    def gradients(self, alpha: float) -> list[Any]:
-        """The gradients of all trained parameters, that of alpha R_K included, in their memory."""
-        active = alpha > 0 and self.active
-        if active and self.factors is None:
+    def add_smoothness(self, alpha: float) -> None:
+        """Add the gradient of alpha R_K, the differences between neighbouring layers."""
+        if not self.has_smoothness or alpha == 0:
+            return
+        if not self.stacks:
             penalty = alpha * self.net.smoothness()
             if penalty.requires_grad:
                 penalty.backward()
-        gradients = []
-        for p in self.trained:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            gradients.append(numbers(p.grad))
-        if active and self.factors is not None:
-            for place, values, factor in self.factors:
-                gradient = gradients[place]
+        for p, values in self.stacks:
+            if p.grad is not None:
                 jumps = values[1:] - values[:-1]
-                jumps *= alpha * factor
+                jumps *= alpha * self.net.h
+                gradient = numbers(p.grad)
                 gradient[1:] += jumps
                 gradient[:-1] -= jumps
-        return gradients
+
+    def smoothness(self) -> float:
+        """R_K itself."""
+        if not self.has_smoothness:
+            return 0.0
+        return float(self.net.smoothness().detach())
 
 
 class Adam:
     """Adam (Kingma and Ba, 2015) on all parameters as one vector.
 
-    PyTorch's own takes several times as long for the few weights of a small network. A parameter is
-    added to its gradient, times its decay.
+    PyTorch's own takes five times as long for the few weights of a small network. A parameter is
+    added to its gradient, times its decay, after the norm of all gradients was limited.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], decays: Sequence[float]
     ) -> None:
+        self.parameters = parameters
+        self.decays = decays
         self.values = [numbers(p) for p in parameters]
         self.sizes = [p.numel() for p in parameters]
-        self.decays = decays
         flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
         self.m = numbers(flat)
         self.v = numbers(flat.clone())
         self.count = 0
 
-    def step(self, gradients: Sequence[Any], rate: float) -> None:
-        self.count += 1
+    def step(self, rate: float, clip: float | None = None) -> float:
+        """Take a step; returns the norm of the gradient, before it is limited to `clip`."""
         pieces = []
-        for gradient, values, decay in zip(
-            gradients, self.values, self.decays, strict=True
-        ):
-            if decay:
-                gradient = gradient + decay * values
-            pieces.append(gradient.reshape(-1))
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            pieces.append(numbers(p.grad).reshape(-1))
         g: Any = (
             np.concatenate(pieces)
             if isinstance(self.m, np.ndarray)
             else torch.cat(pieces)
         )
+        norm = math.sqrt(float(g @ g))
+        if clip is not None and not norm <= clip:
+            g *= clip / (norm + 1e-6)
+        start = 0
+        for values, size, decay in zip(
+            self.values, self.sizes, self.decays, strict=True
+        ):
+            if decay:
+                g[start : start + size] += decay * values.reshape(-1)
+            start += size
+        self.count += 1
         self.m *= 0.9
         self.m += 0.1 * g
         g *= g
@@ -222,9 +199,9 @@ class Adam:
         move *= rate / (1 - 0.9**self.count)
         start = 0
         for values, size in zip(self.values, self.sizes, strict=True):
-            end = start + size
-            values -= move[start:end].reshape(values.shape)
-            start = end
+            values -= move[start : start + size].reshape(values.shape)
+            start += size
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         slots = {"m": torch.as_tensor(self.m), "v": torch.as_tensor(self.v)}
@@ -239,28 +216,5 @@ class Adam:
 
 def numbers(t: Tensor) -> Any:
     """A tensor in its own memory, as an array of NumPy where that has one: its calls are short."""
-    if t.requires_grad:
-        t = t.detach()
+    t = t.detach()
     return t.numpy() if t.is_cpu and t.dtype in NUMPY else t
-
-
-def clip_norm(gradients: Sequence[Any], most: float | None) -> float:
-    """The norm of all gradients, which are then scaled so that it is at most `most`."""
-    norm = math.sqrt(float(sum((g * g).sum() for g in gradients)))
-    if most is not None and not norm <= most:
-        for g in gradients:
-            g *= most / (norm + 1e-6)
-    return norm
-
-
-def _hooked(net: nn.Module) -> bool:
-    """True if a network or its parameters have hooks, which a direct call would skip."""
-    names = (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-    )
-    names += ("_post_accumulate_grad_hooks",)
-    owners = [net, *net.parameters()]
-    return any(getattr(owner, name, None) for owner in owners for name in names)

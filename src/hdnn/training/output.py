@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +24,8 @@ Batch = tuple[
 ]  # features, targets, weights of the samples
 
 SOLVERS = ("newton", "adam", "joint")
-# For a minibatch, from zero: the next one has another optimum anyway.
-NEWTON_STEPS = 5
-ADAM_STEPS = 10
+NEWTON_STEPS = 2  # for a minibatch, from the output layer of the one before
+ADAM_STEPS = 10  # for a minibatch, from zero
 REFIT_STEPS = 50
 START_STEPS = 8
 HALVINGS = 30  # of a Newton step, at most
@@ -51,31 +50,38 @@ class Scores(NamedTuple):
 
 
 class OutputProblem:
-    """The mean loss of an output layer as a function of its scores (B, c).
+    """The mean loss of an output layer as a function of its scores S (B, c).
 
-    A (B, n + 1) has the features and a column of ones, T (B, c) the targets, and `share` (B, 1) the
-    weight of each sample in the mean.
+    A (B, n + 1) has the features and a column of ones, T the labels (B,) of several classes or else
+    the targets (B, c), and `share` (B, 1) the weight of each sample in the mean.
     """
 
     def __init__(self, head: Head, batch: Batch) -> None:
         y, t, weight = batch
-        self.head = head
+        B = len(y)
         self.softmax = isinstance(head, SoftmaxHead)
         self.regression = isinstance(head, RegressionHead)
-        B = len(y)
         self.A = np.ones((B, y.shape[1] + 1))
         self.A[:, :-1] = y.numpy(force=True)
-        targets = t.numpy(force=True)
-        if self.softmax:
-            self.T = np.zeros((B, head.outputs))
-            self.T[np.arange(B), targets] = 1.0
+        self.T: Any = t.numpy(force=True)
+        if not self.softmax:
+            self.T = self.T.reshape(B, head.outputs).astype(np.float64)
+        if weight is None:
+            self.share = np.full((B, 1), 1 / B)
         else:
-            self.T = targets.reshape(B, head.outputs).astype(np.float64)
-        self.share = np.full((B, 1), 1 / B)
-        if weight is not None:
             weights = weight.numpy(force=True).astype(np.float64)
             self.share = (weights / weights.sum())[:, None]
-        self.shared_T = self.share * self.T
+
+    def rows(self, index: np.ndarray) -> OutputProblem:
+        """The problem of some of the samples."""
+        part = object.__new__(OutputProblem)
+        part.softmax = self.softmax
+        part.regression = self.regression
+        part.A = self.A[index]
+        part.T = self.T[index]
+        part.share = self.share[index]
+        part.share /= part.share.sum()
+        return part
 
     def log_sum(self, S: np.ndarray) -> np.ndarray:
         """The logarithm of the sum of exp(S) over the classes: (B, 1)."""
@@ -90,69 +96,60 @@ class OutputProblem:
             error = S - self.T
             return float(np.vdot(self.share * error, error)) / S.shape[1], S
         log_sum = self.log_sum(S)
-        loss = np.vdot(self.share, log_sum) - np.vdot(self.shared_T, S)
-        return float(loss), np.exp(S - log_sum)
+        if self.softmax:
+            right = np.take_along_axis(S, self.T[:, None], 1)
+        else:
+            right = S * self.T
+        return float(np.vdot(self.share, log_sum - right)), np.exp(S - log_sum)
 
     def predictions(self, S: np.ndarray) -> np.ndarray:
         if self.regression:
             return S
-        if not self.softmax:
-            return 0.5 * np.tanh(0.5 * S) + 0.5
-        return np.exp(S - self.log_sum(S))
+        if self.softmax:
+            return np.exp(S - self.log_sum(S))
+        return 0.5 * np.tanh(0.5 * S) + 0.5
 
     def residual(self, P: np.ndarray) -> np.ndarray:
         """The gradient of the mean loss in the scores, from the predictions: (B, c)."""
-        residual = self.share * P - self.shared_T
+        if self.softmax:
+            residual = P.copy()
+            residual[np.arange(len(P)), self.T] -= 1.0
+        else:
+            residual = P - self.T
+        residual *= self.share
         return residual * (2 / P.shape[1]) if self.regression else residual
 
     def hessian(self, P: np.ndarray) -> np.ndarray:
         """The Hessian of the mean loss in all of W, row by row: (c d, c d)."""
         A = self.A
         c, d = P.shape[1], A.shape[1]
-        if c == 1:
-            curvature = np.full_like(P, 2.0) if self.regression else P * (1 - P)
-            return A.T @ (A * (curvature * self.share))
+        if self.regression:
+            curvature = np.full_like(P, 2 / c)
+        else:
+            curvature = P if self.softmax else P * (1 - P)
+        curvature = curvature * self.share
         H = np.zeros((c, d, c, d))
         for i in range(c):
-            curvature = (
-                np.full_like(P[:, :1], 2 / c)
-                if self.regression
-                else P[:, i : i + 1]
-            )
-            H[i, :, i] = A.T @ (A * (curvature * self.share))
+            H[i, :, i] = A.T @ (A * curvature[:, i : i + 1])
         H = H.reshape(c * d, c * d)
         if self.softmax:  # diag(P) - P P^T
             M = (P[:, :, None] * A[:, None, :]).reshape(len(A), c * d)
             H -= M.T @ (M * self.share)
         return H
 
-    def curvature(self) -> float:
-        """The largest curvature that the loss of a sample can have in its scores."""
-        if self.regression:
-            return 2 / self.head.outputs
-        return 0.5 if self.softmax else 0.25
-
-    def accuracy(self, S: np.ndarray) -> float:
-        """The share of right classes; NaN for a regression."""
-        if self.regression:
-            return math.nan
+    def score(self, S: np.ndarray) -> float:
+        """The share of right classes; the mean of R^2 over the outputs of a regression."""
         if self.softmax:
-            wrong = (S.argmax(1) != self.T.argmax(1))[:, None]
-        else:
-            wrong = (S > 0) != (self.T > 0.5)
-        return 1 - float(np.vdot(self.share, wrong))
-
-    def r2(self, S: np.ndarray) -> float:
-        """The mean of R^2 over those outputs whose targets differ."""
+            return float(self.share[S.argmax(1) == self.T].sum())
+        if not self.regression:
+            return float(np.vdot(self.share, (S > 0) == (self.T > 0.5)))
         mean = (self.T * self.share).sum(0)
         spread = ((self.T - mean) ** 2 * self.share).sum(0)
         error = ((self.T - S) ** 2 * self.share).sum(0)
         differ = spread > 0
-        return (
-            float((1 - error[differ] / spread[differ]).mean())
-            if differ.any()
-            else math.nan
-        )
+        if not differ.any():
+            return math.nan
+        return float((1 - error[differ] / spread[differ]).mean())
 
 
 class Output:
@@ -170,58 +167,42 @@ class Output:
         self.rate = rate
 
     @QUIET
-    def solve(self, batch: Batch, write: bool = True) -> Outcome:
+    def solve(self, batch: Batch) -> Outcome:
         """Find the output layer for these features, and the loss with it; set its weights."""
-        problem = OutputProblem(self.head, batch)
+        head = self.head
+        problem = OutputProblem(head, batch)
+        W = weights_of(head)
         if self.solver == "newton":
-            W = newton(problem, self.ridge, NEWTON_STEPS)
+            W = newton(problem, W, self.ridge, NEWTON_STEPS)
         elif self.solver == "adam":
             W = self._adam([problem] * ADAM_STEPS)
-        else:
-            W = weights_of(self.head)
         S = problem.A @ W.T
         loss, P = problem.loss(S)
         residual = problem.residual(P)
         if self.solver == "joint":
-            gradient = torch.from_numpy(residual.T @ problem.A).to(
-                self.head.weight
-            )
-            self.head.weight.grad = gradient[:, :-1]
-            self.head.bias.grad = gradient[:, -1]
-        elif write:
-            assign(self.head, W)
+            gradient = torch.from_numpy(residual.T @ problem.A).to(head.weight)
+            head.weight.grad = gradient[:, :-1]
+            head.bias.grad = gradient[:, -1]
+        else:
+            assign(head, W)
+        accuracy = math.nan if problem.regression else problem.score(S)
         gradient = torch.from_numpy(residual @ W[:, :-1]).to(batch[0])
-        return Outcome(loss, problem.accuracy(S), gradient)
+        return Outcome(loss, accuracy, gradient)
 
     @QUIET
     def refit(
         self, batch: Batch, size: int, generator: torch.Generator
     ) -> None:
         """Fit the output layer to all data; Adam does so in minibatches of this size."""
+        if self.solver == "joint":
+            return
+        problem = OutputProblem(self.head, batch)
         if self.solver == "newton":
-            assign(
-                self.head,
-                newton(
-                    OutputProblem(self.head, batch), self.ridge, REFIT_STEPS
-                ),
-            )
-        elif self.solver == "adam":
-            assign(
-                self.head, self._adam(self._minibatches(batch, size, generator))
-            )
-
-    def _minibatches(
-        self, batch: Batch, size: int, generator: torch.Generator
-    ) -> Iterable[OutputProblem]:
-        y, t, weight = batch
-        for _ in range(REFIT_STEPS):
-            order = torch.randperm(len(y), generator=generator).to(y.device)
-            for index in order.split(size):
-                weights = None if weight is None else weight[index]
-                if weights is None or weights.any():
-                    yield OutputProblem(
-                        self.head, (y[index], t[index], weights)
-                    )
+            zero = np.zeros_like(weights_of(self.head))
+            W = newton(problem, zero, self.ridge, REFIT_STEPS)
+        else:
+            W = self._adam(_minibatches(problem, size, generator))
+        assign(self.head, W)
 
     def _adam(self, problems: Iterable[OutputProblem]) -> np.ndarray:
         """One Adam step on each problem, from zero: the paper's inner solver."""
@@ -234,13 +215,12 @@ class Output:
             g += self.ridge * W
             m *= 0.9
             m += g
-            v += 0.001 * (
-                g * g - v
-            )  # NaN once squares overflow: then the training has diverged
-            scale = math.sqrt(1 - 0.999**count)
-            m_hat = m / (np.sqrt(v) + 1e-8 * scale)
-            m_hat *= 0.1 * self.rate * scale / (1 - 0.9**count)
-            W -= m_hat
+            # NaN once squares overflow: then the training has diverged.
+            v += 0.001 * (g * g - v)
+            root = np.sqrt(v)
+            root *= (1 - 0.999**count) ** -0.5
+            root += 1e-8
+            W -= (0.1 * self.rate / (1 - 0.9**count)) * m / root
         return W
 
     @QUIET
@@ -253,41 +233,54 @@ class Output:
         """
         problem = OutputProblem(self.head, batch)
         A = problem.A
-        ridge = (
-            2 * self.ridge
-        )  # no gradient may be zero but for rounding: Adam would magnify it
-        H = problem.curvature() * (A * problem.share).T @ A
-        H += np.eye(len(H)) * (
-            ridge + 1e-9 * H.diagonal().mean()
-        )  # some features may be zero
+        W = np.zeros_like(weights_of(self.head))
+        if problem.regression:
+            curvature = 2 / len(W)
+        else:
+            curvature = 0.5 if problem.softmax else 0.25
+        # No gradient may be zero but for rounding: Adam would magnify it.
+        ridge = 2 * self.ridge
+        H = curvature * (A * problem.share).T @ A
+        tiny = 1e-9 * H.diagonal().mean()  # some features may be zero
+        H += np.eye(len(H)) * (ridge + tiny)
         inverse = np.linalg.inv(H)
-        W = np.zeros((self.head.outputs, len(H)))
         for _ in range(START_STEPS):
             P = problem.predictions(A @ W.T)
             W -= (problem.residual(P).T @ A + ridge * W) @ inverse
-        if np.isfinite(
-            W
-        ).all():  # else the features are not, and `fit` will say so
+        if np.isfinite(W).all():  # else `fit` will say so
             assign(self.head, W)
 
 
-def newton(problem: OutputProblem, ridge: float, steps: int) -> np.ndarray:
-    """W after damped Newton steps from zero."""
+def _minibatches(
+    problem: OutputProblem, size: int, generator: torch.Generator
+) -> Iterable[OutputProblem]:
+    for _ in range(REFIT_STEPS):
+        order = torch.randperm(len(problem.A), generator=generator)
+        for index in order.split(size):
+            rows = index.numpy()
+            if problem.share[rows].any():
+                yield problem.rows(rows)
+
+
+def newton(
+    problem: OutputProblem, W: np.ndarray, ridge: float, steps: int
+) -> np.ndarray:
+    """W after some damped Newton steps."""
     A = problem.A
-    W = np.zeros((problem.T.shape[1], A.shape[1]))
-    S = np.zeros_like(problem.T)
-    value, P = problem.loss(S)
+    S = A @ W.T
+    loss, P = problem.loss(S)
+    value = loss + 0.5 * ridge * np.vdot(W, W)
     unit = ridge * np.eye(W.size)
     for _ in range(steps):
-        gradient = problem.residual(P).T @ A + ridge * W
+        gradient = problem.residual(P).T @ A
+        gradient += ridge * W
         hessian = problem.hessian(P)
         hessian += unit
         try:
-            step = np.linalg.solve(hessian, gradient.reshape(-1)).reshape(
-                W.shape
-            )
+            step = np.linalg.solve(hessian, gradient.reshape(-1))
         except np.linalg.LinAlgError:  # rounding must not stop a training
             break
+        step = step.reshape(W.shape)
         decrease = np.vdot(gradient, step)
         if not decrease > ENOUGH:
             break
@@ -313,8 +306,7 @@ def evaluate(head: Head, batch: Batch) -> Scores:
     """Loss and score of an output layer as it is."""
     problem = OutputProblem(head, batch)
     S = problem.A @ weights_of(head).T
-    score = problem.r2(S) if problem.regression else problem.accuracy(S)
-    return Scores(problem.loss(S)[0], score)
+    return Scores(problem.loss(S)[0], problem.score(S))
 
 
 def weights_of(head: Head) -> np.ndarray:

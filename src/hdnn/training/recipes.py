@@ -1,9 +1,6 @@
-"""Schedules, and recipes that were found to serve: for tables, for MNIST and for CIFAR-10.
+"""Schedules, and recipes for MNIST and CIFAR-10.
 
-Weights of a network for tables are penalised as if each were drawn from a normal distribution
-before any data were seen: the more rows, the less this counts, and the wider the network, the
-smaller each weight is expected to be. Wide networks take smaller and fewer steps. The image recipes
-were chosen on training images that were held out, never on the test images.
+The recipes were chosen on training images that were held out, never on the test images.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from torch.nn import functional as F
 
 from hdnn import models
 from hdnn.errors import OptionError, choose, positive_int
-from hdnn.heads import roomy_width
 from hdnn.models import ImageModel
 
 # Schedules
@@ -41,55 +37,6 @@ def rate_factor(done: float, steps: int, warmup: float, schedule: str) -> float:
         if schedule == "constant"
         else cosine((done - warmup) / (1 - warmup))
     )
-
-
-# Tables
-
-WIDEST = 4096  # inputs; a wider network must be asked for by name
-
-
-def table(
-    inputs: int, rows: float, *, features: int | None = None
-) -> dict[str, Any]:
-    """Options of a network and of `fit` for a table.
-
-    The penalties `weight_decay` and `ridge` are on the sum of the losses; `fit` takes them on the
-    mean: divide them by the rows.
-
-    Args:
-        inputs: columns of the table, after their encoding.
-        rows: the number of rows, or the sum of their weights.
-        features: of the network; by default as many as suit the inputs.
-
-    Raises:
-        OptionError: if a table is so wide that its network must be asked for.
-
-    Examples:
-        >>> from hdnn.training import recipes
-        >>> recipe = recipes.table(inputs=4, rows=150)
-        >>> recipe["features"], recipe["epochs"], recipe["batch"]
-        (16, 40, 32)
-    """
-    n = roomy_width(inputs) if features is None else features
-    if inputs > WIDEST and features is None:
-        raise OptionError(
-            f"{inputs} inputs make a network of {n} features, with {n * n / 2:.2g} weights a "
-            f"layer; drop columns, or ask for features={n} if you have the time and the memory."
-        )
-    batch = 32 * math.ceil(math.sqrt(2 * rows) / 32)
-    return {
-        "features": n,
-        "layers": 4,
-        "activation": "relu",
-        "T": 4.0,
-        "epochs": max(10, round(40 * min(1.0, 64 / n))),
-        "batch": batch if rows > 64 else max(math.ceil(rows), 1),
-        "learning_rate": 2e-2 * math.sqrt(min(1.0, 24 / n)),
-        "weight_decay": min(0.5 * n, 3.3 * math.sqrt(n)),
-        "ridge": 0.01 * n,
-        "solver": "joint",
-        "smoothness": 0.0,
-    }
 
 
 # Images
