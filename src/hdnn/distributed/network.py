@@ -46,36 +46,25 @@ class GraphForce(NamedTuple):
             yield self._replace(K=K, b=b)
 
     def __call__(self, x: Tensor, sigma: Activation) -> Tensor:
-        """The force of one layer at the own states `(batch, rows)`."""
+        """The force of one layer at the own states `(batch, rows)`.
+
+        Nodes of the same shape are one `hdnn.schemes.Force`, with a matrix for each of them.
+        """
         halo = self.halo
         state = exchange(x.mT, halo, self.messages)
         batch = state.shape[1]
-        blocks = [
-            self.K[group.first : group.last].view(group.shape)
-            for group in halo.groups
-        ]
-        products = []
-        for group, K in zip(halo.groups, blocks, strict=True):
-            read = state.index_select(0, group.columns).view(len(K), -1, batch)
-            products.append((K @ read).flatten(0, 1))
-        z = sigma(torch.cat(products) + self.b[:, None])
         contributions = state.new_zeros(halo.extended, batch)
-        for group, K, part in zip(
-            halo.groups, blocks, self._split(z), strict=True
-        ):
-            given = (K.mT @ part.view(len(K), -1, batch)).flatten(0, 1)
-            contributions = contributions.index_add(0, group.columns, given)
+        row = 0
+        for group in halo.groups:
+            nodes, rows, _ = group.shape
+            K = self.K[group.first : group.last].view(group.shape)
+            b = self.b[row : row + nodes * rows].view(nodes, 1, rows)
+            row += nodes * rows
+            x = state.index_select(0, group.columns).view(nodes, -1, batch).mT
+            moved = schemes.Force(K, b)(x, sigma).mT.flatten(0, 1)
+            contributions = contributions.index_add(0, group.columns, moved)
         v = exchange(contributions, halo, self.messages, reverse=True).mT
         return v if halo.scale == 1 else _turned(v, halo)
-
-    def _split(self, z: Tensor) -> tuple[Tensor, ...]:
-        """The rows of each group."""
-        return z.split(
-            [
-                nodes * rows
-                for nodes, rows, _ in (g.shape for g in self.halo.groups)
-            ]
-        )
 
 
 def _turned(v: Tensor, halo: Halo) -> Tensor:
