@@ -439,14 +439,19 @@ def _best_rows(links: Links, weight: Sequence[int]) -> list[set[int]]:
         if options:
             _, v, row = min(options)
             rows[v] = set(row)
-        joined.add(v)
-        size = 0
-        while len(joined) != size:  # all that hear of the group through R
-            size = len(joined)
-            for row in rows:
-                if row & joined:
-                    joined |= row
+        joined = _group(rows, joined | {v})
     return rows
+
+
+def _group(rows: list[set[int]], nodes: set[int]) -> set[int]:
+    """All nodes that hear of these through R."""
+    size = 0
+    while len(nodes) != size:
+        size = len(nodes)
+        for row in rows:
+            if row & nodes:
+                nodes = nodes | row
+    return nodes
 
 
 def _clique(

@@ -390,11 +390,7 @@ class Rebuild:
         for k, move in enumerate(self.moves):
             source = halves[move.source].value
             target = halves[move.target]
-            snapshot = Snapshot(move.name, [move], source.device)
-            if k:  # many copies of the same random state would take memory
-                last = self.steps[-1].snapshot.random
-                if torch.equal(snapshot.random, last):
-                    snapshot.random = last
+            snapshot = self._snapshot(move, source.device)
             values = self.values[k] = []
             hooks = saved_tensors_hooks(
                 partial(_pack, values, []), partial(self._unpack, k)
@@ -423,6 +419,14 @@ class Rebuild:
                 self.start = _detached(halves)
         self.end = _detached(halves)
         return halves
+
+    def _snapshot(self, move: Move, device: torch.device) -> Snapshot:
+        snapshot = Snapshot(move.name, [move], device)
+        if self.steps:  # many copies of the same random state would take memory
+            last = self.steps[-1].snapshot.random
+            if torch.equal(snapshot.random, last):
+                snapshot.random = last
+        return snapshot
 
     def _unpack(self, k: int, number: int) -> Tensor:
         """The tensor that autograd saved in move k."""
