@@ -55,8 +55,9 @@ for module in pkgutil.walk_packages(hdnn.__path__, "hdnn.", onerror=give_up):
     try:
         importlib.import_module(module.name)
     except hdnn.errors.MissingExtraError as error:
-        # These are made of pandas and scikit-learn: they can only say what to install.
-        assert module.name in ("hdnn.data.tables", "hdnn.estimators"), module.name
+        # Made of pandas and scikit-learn, or of such parts: they can only say what to install.
+        made_of_them = ("hdnn.data.tables", "hdnn.estimators", "hdnn.app.")
+        assert module.name.startswith(made_of_them), module.name
         assert "hdnn[sklearn]" in str(error)
     except ModuleNotFoundError:
         # Kernels and the program, which are imported once their extras are known to be there.

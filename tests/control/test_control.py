@@ -107,13 +107,7 @@ def test_chords_of_the_kernel_are_exact():
             )
             slopes = (mpmath.tanh(end) - mean, mean - mpmath.tanh(start))
             exact = (mean, *(slope / (end - start) for slope in slopes))
-            near = abs(d) < kernel.NEAR
-            chord = (
-                kernel._near_chord(math.tanh(u), d)
-                if near
-                else kernel._far_chord(u, d)
-            )
-            for value, want in zip(chord, exact, strict=True):
+            for value, want in zip(kernel._chord(u, v), exact, strict=True):
                 assert abs(value - float(want)) < 2e-12
 
 

@@ -107,6 +107,7 @@ def test_the_playground_is_a_page_of_the_site(visit):
     page.locator("#status", has_text="steps a second").wait_for()
     page.click("text=documentation")
     page.wait_for_url("**/index.html*")
+    assert page.locator("h1").count() == 1
 
 
 def test_figures_of_a_tutorial_are_shown_with_words_for_them(visit):

@@ -12,7 +12,7 @@ from hdnn.control import kernel
 from hdnn.control.certificate import Balance, LoopCertificate, balance, certify
 from hdnn.control.controller import Controller
 from hdnn.control.plant import Plant
-from hdnn.control.step import system
+from hdnn.control.step import System, system
 from hdnn.errors import (
     ConvergenceError,
     OptionError,
@@ -132,22 +132,25 @@ class ClosedLoop(nn.Module):
         batch = y.shape[:-2]
         y = y.to(self.controller.K).reshape(-1, N * n)
         push = self._push(forces, steps, batch)
-        states, middles = self._trajectory(y, steps, first, push)
+        states, middles = self._trajectory(system(self), y, steps, first, push)
         shape = *batch, N, n
         return states.reshape(-1, *shape), middles.detach().reshape(-1, *shape)
 
-    def _trajectory(self, *options) -> tuple[Tensor, Tensor]:
+    def _trajectory(
+        self, substeps: System, y: Tensor, *options
+    ) -> tuple[Tensor, Tensor]:
         engine = self.engine or engines.current().engine
-        reason = kernel.unsupported_reason(self)
+        reason = kernel.unsupported_reason(y, substeps)
         if engine == "fused" and reason:
             raise OptionError(f'engine="fused" cannot run here: {reason}.')
-        if engine != "reference" and not reason:
-            try:
-                return kernel.trajectory(self, *options)
-            except ConvergenceError:
-                if engine == "fused":
-                    raise
-        return system(self).trajectory(*options)
+        if engine == "reference" or reason:
+            return substeps.trajectory(y, *options)
+        try:
+            return kernel.trajectory(substeps, y, *options)
+        except ConvergenceError:
+            if engine == "fused":
+                raise
+            return substeps.trajectory(y, *options)
 
     def _push(
         self, forces: Any, steps: int, batch: torch.Size

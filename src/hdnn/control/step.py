@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hdnn import activations, implicit
-from hdnn.control.plant import Edges, colours
+from hdnn.control.plant import colours
 
 if TYPE_CHECKING:
     from hdnn.control.loop import ClosedLoop
@@ -109,9 +109,11 @@ def system(loop: ClosedLoop) -> System:
     time = (T, 1, 1, 1)
     own = Substeps(
         index,
-        diagonal(A.repeat(time), K),
+        _diagonal(A.repeat(time), K),
         torch.cat([plant.a.to(K).repeat(T, 1, 1), controller.b], -1),
-        loop.step * interconnection(loop) @ diagonal(slopes.repeat(time), K.mT),
+        loop.step
+        * _interconnection(loop)
+        @ _diagonal(slopes.repeat(time), K.mT),
         plant.activation + ("tanh",) * c,
         (slice(None),),
     )
@@ -134,7 +136,7 @@ def system(loop: ClosedLoop) -> System:
     return System(own, plant_edges, controller_edges)
 
 
-def interconnection(loop: ClosedLoop) -> Tensor:
+def _interconnection(loop: ClosedLoop) -> Tensor:
     """J - R of each agent with its controller, `(N, n, n)`: they are joined by the port G."""
     plant = loop.plant
     controller = loop.controller
@@ -148,32 +150,26 @@ def interconnection(loop: ClosedLoop) -> Tensor:
 def _edges(h, index, links, couplings, rows, names) -> Substeps:
     """The substeps of edges (i, k), in which C moves i by k and -C^T moves k by i."""
     A, a, slopes = rows
-    i, k = ends(links)
+    ends = torch.tensor(links, dtype=torch.long, device=index.device).view(
+        -1, 2
+    )
+    i, k = ends.unbind(1)
+    zero = torch.zeros_like(couplings)
+    top = torch.cat([zero, couplings], -1)
+    skew = torch.cat([top, torch.cat([-couplings.mT, zero], -1)], -2)
     sizes = [len(group) for group in colours(links)]
     bounds = [sum(sizes[:g]) for g in range(len(sizes) + 1)]
     return Substeps(
         torch.cat([index[i], index[k]], -1),
-        diagonal(A[:, i], A[:, k]),
+        _diagonal(A[:, i], A[:, k]),
         torch.cat([a[:, i], a[:, k]], -1),
-        h * skew(couplings) @ diagonal(slopes[:, i], slopes[:, k]),
+        h * skew @ _diagonal(slopes[:, i], slopes[:, k]),
         names * 2,
         tuple(slice(low, high) for low, high in pairwise(bounds)),
     )
 
 
-def ends(links: Edges) -> tuple[Tensor, Tensor]:
-    """The first and the second end of each link."""
-    return torch.tensor(links, dtype=torch.long).view(-1, 2).unbind(1)  # pyright: ignore
-
-
-def skew(C: Tensor) -> Tensor:
-    """Matrices that move the first end of a link by C, and the second by -C^T."""
-    zero = torch.zeros_like(C)
-    top = torch.cat([zero, C], -1)
-    return torch.cat([top, torch.cat([-C.mT, zero], -1)], -2)
-
-
-def diagonal(first: Tensor, second: Tensor) -> Tensor:
+def _diagonal(first: Tensor, second: Tensor) -> Tensor:
     """Matrices `(..., r, k)` and `(..., s, l)` as blocks on the diagonal."""
     top = pad(first, (0, second.shape[-1]))
     return torch.cat([top, pad(second, (first.shape[-1], 0))], -2)
