@@ -141,7 +141,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"CIFAR-10 (JPEG q75), {sizes['epochs']} epochs, accuracy in % on the test images: mean "
         "± standard deviation (worst to best) of the seeds. ResNet-56, with 853,018 parameters and "
-        "by the same recipe, is at 88.80 ± 0.13 ([table](table-cifar-40.md)).",
+        "by the same recipe, is the first row of `hdnn reproduce table-cifar`.",
     ]
     scores = [row["test"] for row in rows]
     deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0

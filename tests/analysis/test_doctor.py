@@ -438,6 +438,10 @@ HEALTHY: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
         lambda: torch.randn(2, 5, 32),
     ),
     "perceptron": (lambda: mlp(12, 64), lambda: rows(8, 64)),
+    "relu6": (
+        lambda: nn.Sequential(nn.Linear(32, 32), nn.ReLU6(), nn.Linear(32, 3)),
+        lambda: 10 * rows(),
+    ),
     "small inputs": (lambda: mlp(6), lambda: 1e-4 * rows()),
     "dropout": (dropout_and_norm, lambda: rows(16)),
     "spectral norm": (critic, rows),

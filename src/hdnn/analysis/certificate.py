@@ -300,7 +300,7 @@ def certify(
         y = torch.randn(samples, width or net.features, generator=generator)
     rows = state_rows(y, width or net.features)
     rows = rows[spread(len(rows), samples)]
-    twin = exact(root)
+    twin: Any = exact(root)
     states = twin.embed(rows) if width else rows
     return _certify_part(net, Call(states), points, twin if width else None)
 

@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.analysis.modules import exact
+from hdnn.analysis.modules import exact, state_rows
 from hdnn.analysis.sensitivity import steps_of
-from hdnn.errors import (
-    ConvergenceError,
-    DataError,
-    OptionError,
-    ShapeError,
-    require,
-)
+from hdnn.errors import ConvergenceError, OptionError, require
 from hdnn.networks import Network
 
 Times = Tensor | Sequence[float] | float | None
@@ -184,16 +178,7 @@ class ContinuousNetwork:
 
     def _rows(self, y: Tensor) -> Tensor:
         """Samples as (B, n, 1) in float64."""
-        n = self.net.features
-        if y.shape[-1] != n:
-            raise ShapeError(
-                f"y must be (*batch, {n}), but has shape {tuple(y.shape)}."
-            )
-        if not bool(y.isfinite().all()):
-            raise DataError(
-                "y has NaN or infinite values; remove or replace them."
-            )
-        return y.detach().to("cpu", torch.float64).reshape(-1, n, 1)
+        return state_rows(y, self.net.features).unsqueeze(-1)
 
     def _identity(self, y: Tensor) -> Tensor:
         n = self.net.features

@@ -447,10 +447,15 @@ class ActivationTrace(TorchFunctionMode):
             return out
         x = args[0] if args else None
         if isinstance(x, Tensor) and x.numel() > 1 and x.is_floating_point():
-            self._count(name, x.detach(), out)
+            bounds = STEEP.get(name, ())
+            if name == "hardtanh" and kwargs:  # as ReLU6 calls it
+                bounds = (kwargs["min_val"], kwargs["max_val"])
+            self._count(name, x.detach(), out, bounds)
         return out
 
-    def _count(self, name: str, x: Tensor, out: Any) -> None:
+    def _count(
+        self, name: str, x: Tensor, out: Any, bounds: tuple[float, ...]
+    ) -> None:
         module = self.run.open[-1].name if self.run.open else "output"
         a = self.run.activations.setdefault(
             (module, name), ActivationCount(module, name)
@@ -460,7 +465,7 @@ class ActivationTrace(TorchFunctionMode):
             choices = (x > x.amax(-1, keepdim=True) - MASKED).sum(-1) > 1
             flat = (out.detach().amax(-1) > 1 - 1e-4)[choices]
         else:
-            low, high = STEEP[name]
+            low, high = bounds
             a.one_sided = high != -low
             flat = (x <= low) | (x >= high)
         a.entries += flat.numel()

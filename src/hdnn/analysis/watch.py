@@ -81,7 +81,6 @@ class Watcher:
 
     def look(self) -> Any:
         """Look at the gradients as they are now."""
-        raise NotImplementedError
 
     def _due(self) -> bool:
         if self.every is not None:
