@@ -24,8 +24,10 @@ Batch = tuple[
 ]  # features, targets, weights of the samples
 
 SOLVERS = ("newton", "adam", "joint")
-NEWTON_STEPS = 2  # for a minibatch, from the output layer of the one before
-ADAM_STEPS = 10  # for a minibatch, from zero
+# For a minibatch, from zero. Fewer Newton steps from the output layer of the minibatch before are
+# faster, but one of three trainings on double moons (H2, 1 layer) then reached 93.6%, not 99.9%.
+NEWTON_STEPS = 5
+ADAM_STEPS = 10
 REFIT_STEPS = 50
 START_STEPS = 8
 HALVINGS = 30  # of a Newton step, at most
@@ -173,7 +175,8 @@ class Output:
         problem = OutputProblem(head, batch)
         W = weights_of(head)
         if self.solver == "newton":
-            W = newton(problem, W, self.ridge, NEWTON_STEPS)
+            zero = np.zeros_like(W)
+            W = newton(problem, zero, self.ridge, NEWTON_STEPS)
         elif self.solver == "adam":
             W = self._adam([problem] * ADAM_STEPS)
         S = problem.A @ W.T
