@@ -62,11 +62,8 @@ def begun(process: subprocess.Popen[bytes], folder: Path) -> float:
     return time.perf_counter()
 
 
-def kill(
-    process: subprocess.Popen[bytes], folder: Path, seconds: float
-) -> bool:
-    """SIGKILL this many seconds after the first file; True if it was still running then."""
-    begun(process, folder)
+def kill(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """SIGKILL after this many seconds; True if it was still running then."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -111,7 +108,9 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
         for k in range(sizes["kills"]):
             folder = place / f"killed-{k}"
             moment = seconds * (k + dice.random()) / sizes["kills"]
-            running = kill(start(folder, epochs), folder, moment)
+            process = start(folder, epochs)
+            begun(process, folder)
+            running = kill(process, moment)
             done = epochs_in(folder)
             finish(start(folder, epochs))
             equal = same(place / "alone", folder)
