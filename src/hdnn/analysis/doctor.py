@@ -395,10 +395,7 @@ def _cut_nodes(end: Any, recorded: Mapping[Any, State]) -> list[Any]:
         (node for node in order if node in recorded),
         key=lambda node: recorded[node].time,
     )
-    leading = {first}  # the nodes from which a path leads back to the first
-    for node in order:
-        if any(child in leading for child, _ in node.next_functions):
-            leading.add(node)
+    leading = _leading(order, first)
     path = [node for node in reversed(order) if node in leading]
     place = {node: k for k, node in enumerate(path)}
     furthest = 0
@@ -409,6 +406,15 @@ def _cut_nodes(end: Any, recorded: Mapping[Any, State]) -> list[Any]:
         for child, _ in node.next_functions:
             furthest = max(furthest, place.get(child, 0))
     return cuts
+
+
+def _leading(order: list[Any], first: Any) -> set[Any]:
+    """The nodes from which a path leads back to the first."""
+    leading = {first}
+    for node in order:
+        if any(child in leading for child, _ in node.next_functions):
+            leading.add(node)
+    return leading
 
 
 def _from_leaves_on(end: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -184,15 +184,17 @@ class Plan:
         )
         precision = matmul_precision(settings, y.dtype)
         self.how = (fused, replace(settings, precision=precision))
+        self._kernel: Any = None
         self.stack: Stack | None = None  # if the definition runs
         if fused or settings.backprop in ("checkpoint", "reversible"):
             self.stack = describe(call, self.dtype)
             backprop_of(self.stack, fused, settings.backprop)  # may refuse
 
-    @cached_property
-    def method(self) -> Any:
-        """What runs the stack; made outside of transforms, whose tensors have no memory."""
-        return None if self.stack is None else method(self.stack, *self.how)
+    def kernel(self) -> Any:
+        """What runs the stack, or None; transforms cannot make it: their tensors have no memory."""
+        if self.stack is not None and self._kernel is None:
+            self._kernel = method(self.stack, *self.how)
+        return self._kernel
 
     def _constant(self, h: float, layers: int, device: torch.device) -> Tensor:
         with torch.inference_mode(
@@ -208,26 +210,31 @@ class Plan:
             tensors += force
         if self.stack is None or not all_in_memory(y, tensors):
             return self.definition(y, forces, h)
-        learns = y.requires_grad
         with self._without_autocast(y) if self.convert else UNCHANGED:
             state = y.to(self.dtype).reshape(-1, y.shape[-1]).contiguous()
-            for k, t in enumerate(tensors):
-                if t is not None:
-                    tensors[k] = t.to(self.dtype).contiguous()
-                    learns = learns or t.requires_grad
-            if self.h is None:
-                steps = tensors[0].expand(self.stack.layers)
-                tensors[0] = steps.contiguous()
-            if learns and torch.is_grad_enabled():
-                try:
-                    y_N: Any = StackFunction.apply(self.method, state, *tensors)
-                except RuntimeError as error:
-                    if "setup_context" not in str(error):
-                        raise
-                    return self.definition(y, forces, h)  # in a transform
-            else:
-                y_N, _ = self.method.forward(state, tuple(tensors), False)
-            return y_N.view(y.shape).to(y.dtype)
+            learns = self._lay_out(tensors) or y.requires_grad
+            kernel = self.kernel()
+            if not (learns and torch.is_grad_enabled()):
+                y_N, _ = kernel.forward(state, tuple(tensors), False)
+                return y_N.view(y.shape).to(y.dtype)
+            try:
+                y_N = StackFunction.apply(kernel, state, *tensors)
+            except RuntimeError as error:
+                if "setup_context" not in str(error):
+                    raise
+                return self.definition(y, forces, h)  # inside a transform
+            return y_N.view(y.shape).to(y.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _lay_out(self, tensors: list[Any]) -> bool:
+        """Change the tensors to what kernels read; True if any of them needs a gradient."""
+        learns = False
+        for k, t in enumerate(tensors):
+            if t is not None:
+                tensors[k] = t.to(self.dtype).contiguous()
+                learns = learns or t.requires_grad
+        if self.h is None and self.stack is not None:
+            tensors[0] = tensors[0].expand(self.stack.layers).contiguous()
+        return learns
 
     def _without_autocast(self, y: Tensor) -> Any:
         return torch.autocast(y.device.type, enabled=False)

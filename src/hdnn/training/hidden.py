@@ -53,9 +53,14 @@ class HiddenLayers:
         # Stacks of weights that are parameters have a plain gradient of R_K: by layers, in memory.
         self.stacks: list[tuple[nn.Parameter, Any]] = []
         if constant and type(net).smoothness is Network.smoothness:
-            stacks: list[Any] = net._smooth()
-            if all(isinstance(stack, nn.Parameter) for stack in stacks):
-                self.stacks = [(stack, numbers(stack)) for stack in stacks]
+            self.stacks = self._plain_stacks()
+
+    def _plain_stacks(self) -> list[tuple[nn.Parameter, Any]]:
+        """The stacks of weights in memory, if all of them are parameters."""
+        stacks: list[Any] = self.net._smooth()
+        if not all(isinstance(stack, nn.Parameter) for stack in stacks):
+            return []
+        return [(stack, numbers(stack)) for stack in stacks]
 
     def forward(self, y_0: Tensor) -> Tensor:
         """y_N (B, n) of a minibatch."""
@@ -67,7 +72,7 @@ class HiddenLayers:
             if self.turned:
                 forces[0].V.requires_grad_()
             plan = self.plans.get(len(y_0)) or self._plan(y_0, forces)
-        if plan is None or plan.method is None or plan.convert:
+        if plan is None or plan.stack is None or plan.convert:
             y = self.net(y_0)
             self.last = (y,)
             return y.detach()
@@ -75,8 +80,8 @@ class HiddenLayers:
         for force in forces:
             tensors += [t if t is None else t.contiguous() for t in force]
         with torch.no_grad():
-            y, saved = plan.method.forward(y_0, tuple(tensors))
-        self.last = (plan.method, y_0, saved, tensors)
+            y, saved = plan.kernel().forward(y_0, tuple(tensors))
+        self.last = (plan.kernel(), y_0, saved, tensors)
         return y
 
     def _plan(self, y_0: Tensor, forces: Any) -> Plan:
