@@ -176,18 +176,13 @@ def test_trainings_that_differ_in_one_bit_are_not_the_same(program, tmp_path):
     assert kill.epochs_in(tmp_path / "none") == 0
 
 
-def test_a_process_is_killed_unless_it_has_ended(program, tmp_path):
-    module = program("kill")
-    kill = module.kill
-    checkpoint = tmp_path / module.CHECKPOINT
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.touch()
+def test_a_process_is_killed_unless_it_has_ended(program):
+    kill = program("kill").kill
     with subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
     ) as waiting:
-        assert kill(waiting, tmp_path, 0.01)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    assert not kill(ended, tmp_path, 60)
+        assert kill(waiting, 0.01)
+    assert not kill(subprocess.Popen([sys.executable, "-c", ""]), 60)
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_it_starts_and_h2_learns_while_gradients_of_the_mlp_vanish(visit):
     wait_for_text(page, "#status", "paused")
     assert number(page, "#left-reach") >= 1
     assert number(page, "#right-reach") < 1e-6
-    assert page.get_attribute("#left-bar", "aria-valuenow") == "1"
+    assert page.get_attribute("#left-bar", "aria-valuenow") == "1.000"
     assert float(page.get_attribute("#right-bar", "aria-valuenow")) < 1e-6
     page.hover("#norms")
     wait_for_text(page, "#norms-read", "Layer")

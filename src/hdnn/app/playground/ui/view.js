@@ -61,7 +61,7 @@ function writeFigures(side, found) {
   element(`${side}-reach`).textContent = found ? `× ${normText(reach)}` : "–";
   const bar = element(`${side}-bar`);
   bar.firstElementChild.style.width = `${100 * Math.min(1, reach || 0)}%`;
-  bar.setAttribute("aria-valuenow", String(Math.min(1, reach || 0)));
+  bar.setAttribute("aria-valuenow", Math.min(1, reach || 0).toFixed(3));
   const promise = state.promises[side];
   element(`${side}-theorem`).textContent = promise
     ? `${titleOf(side)}: ${promise.replace(">=", "≥")}. That is proved.`
