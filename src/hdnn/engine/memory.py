@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -107,9 +108,50 @@ class Stack:
         return [Force(*tensors[k : k + 3]) for k in range(1, len(tensors), 3)]  # pyright: ignore[reportArgumentType]
 
 
+def process_bytes(root: Path = Path("/")) -> int:
+    """The memory that this process may use: that of the machine, or less if its cgroup says so.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return size
+    mount = root / "sys/fs/cgroup"
+    for line in groups:
+        _, controllers, group = line.split(":", 2)
+        top = mount
+        name = "memory.max"
+        if controllers:  # version 1
+            top = mount / "memory"
+            name = "memory.limit_in_bytes"
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        place = top / group.lstrip("/")
+        # In a container, its own group can be the top: folders that are not there have no limit.
+        for folder in (place, *place.parents):
+            if folder.is_relative_to(top):
+                size = min(size, _limit(folder / name) or size)
+    return size
+
+
+def _limit(file: Path) -> int | None:
+    """The number in a file of a cgroup; None if there is no limit."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+
+
+# Read once: kernels ask in every call, and a limit hardly ever changes.
+PROCESS_BYTES = process_bytes()
+
+
 def machine_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The memory that this process may use."""
+    return PROCESS_BYTES
 
 
 def device_bytes(device: torch.device) -> int:
