@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hdnn import analysis, distributed, io, plotting
+from hdnn import distributed, io
 from hdnn.app.config import (
     GraphConfig,
     LaunchOptions,
@@ -21,7 +21,7 @@ from hdnn.app.config import (
     plain_name,
 )
 from hdnn.app.runs import Run
-from hdnn.app.train import PlaneJob, check_folders, load, train
+from hdnn.app.train import Data, Job, check_folders, load, train
 from hdnn.data import planar
 from hdnn.distributed import Graph
 from hdnn.distributed.exchange import world
@@ -101,7 +101,7 @@ def read_graph(values: Mapping[str, Any]) -> Graph:
     return Graph.ring(nodes)
 
 
-class GraphJob(PlaneJob):
+class GraphJob(Job):
     """A training on a graph.
 
     Args:
@@ -113,9 +113,9 @@ class GraphJob(PlaneJob):
         self.start = start
         self.graph = Graph.of(config.graph or {})
         self.placement: list[int] = []
-        self.problem: Any = None
+        self.data = Data()
         if not os.path.isdir(config.data):
-            self.problem = load(config)
+            self.data = load(config)
             if config.data not in planar.SETS:
                 self.place_columns()
         self.config = replace(config, graph=self.graph.table())
@@ -124,7 +124,7 @@ class GraphJob(PlaneJob):
         """Give each input a feature of the node that has its column."""
         columns = self.graph.columns
         owners: dict[int, list[int]] = {}
-        for place, source in enumerate(self.problem.encoder.sources):
+        for place, source in enumerate(self.data.encoder.sources):
             if source not in columns:
                 raise OptionError(
                     f"the graph gives the column {source!r} to no node; add it to columns, or "
@@ -135,7 +135,7 @@ class GraphJob(PlaneJob):
         for node, inputs in owners.items():
             sizes[node] = max(sizes[node], math.ceil(len(inputs) / 2))
         self.graph = Graph.of({**self.graph.table(), "sizes": sizes})
-        placement = torch.zeros(len(self.problem.encoder.sources)).long()
+        placement = torch.zeros(len(self.data.encoder.sources)).long()
         for node, inputs in owners.items():
             features = self.graph.places([node], both=True)
             placement[inputs] = features[: len(inputs)]
@@ -157,20 +157,20 @@ class GraphJob(PlaneJob):
                 options[name] = getattr(config, name)
         return options
 
-    def fit(self, folder: Path, progress: bool) -> None:
+    def fit(self, folder: Path, progress: bool) -> History:
         data = self.config.data
-        problem = self.problem
         if self.placement:
             data = str(folder / "data")
-            rows = {
-                "train": (problem.x, problem.t),
-                "test": (problem.x_test, problem.t_test),
-            }
-            for part, (x, t) in rows.items():
-                classes = len(problem.target.classes)
-                options = {"classes": classes, "part": part}
+            classes = len(self.data.target.classes)
+            for part, (x, t) in self.data.parts.items():
                 distributed.write_nodes(
-                    data, self.graph, x, t, self.placement, **options
+                    data,
+                    self.graph,
+                    x,
+                    t,
+                    self.placement,
+                    classes=classes,
+                    part=part,
                 )
         with Progress("epoch", self.config.epochs or 50) as line:
 
@@ -179,28 +179,17 @@ class GraphJob(PlaneJob):
                     line.update(news["epoch"], f"loss {news['loss']:.4f}")
 
             options = self.options(folder)
-            self.results = self.start(self.graph, data, tell=tell, **options)
+            results = self.start(self.graph, data, tell=tell, **options)
         self.model = io.load(folder / "model.safetensors")
-        seconds = self.results.pop("seconds")
-        self.history = History(**self.results.pop("history"), seconds=seconds)
-
-    def certify(self) -> Any:
-        if self.problem is None or self.model.augment is None:
-            return analysis.certify(self.model.net, points="random states")
-        return super().certify()
-
-    def note(self) -> Any:
-        return None if self.problem is None else super().note()
-
-    def metrics(self) -> dict[str, Any]:
-        names = set(self.results) - set(self.config.options()) - {"model"}
-        metrics = {name: self.results[name] for name in sorted(names)}
-        if self.problem is None:
-            return metrics
-        return {**metrics, **super().metrics()}
-
-    def pictures(self, certificate: Any) -> dict[str, Any]:
-        return {"training": plotting.training_history(self.history)}
+        if self.model.augment is None:
+            self.certified = self.model.net
+            self.data.points = None
+            self.data.place = "random states"
+        seconds = results.pop("seconds")
+        history = History(**results.pop("history"), seconds=seconds)
+        names = set(results) - set(self.config.options()) - {"model"}
+        self.facts = {name: results[name] for name in sorted(names)}
+        return history
 
 
 def needs(path: str) -> dict[str, Any]:

@@ -179,5 +179,6 @@ def certify(place: str, data: str | None, *, samples: int) -> Any:
         frame = read_rows(source, 0).select_dtypes("number")
         frame = frame.drop(columns="class", errors="ignore")
         x = torch.from_numpy(frame.to_numpy("float64", copy=True))
-    x = x.to(next(model.parameters()).dtype)
+    if x is not None:
+        x = x.to(next(model.parameters()).dtype)
     return analysis.certify(model, x, samples=samples, points=where)

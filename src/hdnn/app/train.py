@@ -1,7 +1,7 @@
-"""`hdnn train`: load data, build a model, fit, evaluate, certify, write: one path for all data.
+"""`hdnn train`: read options, load data, build a model, fit, certify, evaluate, write.
 
-A job is a training on data of one kind. It has a config with all options filled in, a model and a
-history, and can `fit`, `certify`, list its `metrics` and draw `pictures`.
+A job is a training on data of one kind. It has a config with all options filled in, data and a
+model, and can `fit`. Everything else is the same for all kinds, and is `train`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import io as byte_io
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,6 @@ from hdnn.errors import (
 from hdnn.heads import Augment, Model, SigmoidHead
 from hdnn.networks import BY_NAME
 from hdnn.training import History, fit, fit_images, recipes
-from hdnn.training.images import image_scores
 
 SCORES = (
     "test_accuracy",
@@ -85,6 +85,7 @@ STEPS = 20  # in an epoch of few images
 SMALL = 8  # features, up to which a certificate looks at many points
 MANY = 1000
 FEW = 50
+IMAGES = 100  # to certify at
 
 
 def plan(values: Mapping[str, Any]) -> list[tuple[Config, Run]]:
@@ -146,21 +147,35 @@ def train(
     overwrite = "overwrite" in values
     with run.opened(options, resume=resume, overwrite=overwrite):
         quiet = "quiet" in values or "json" in values
-        job.fit(run.training_folder, not quiet)
-        certificate = job.certify()
-        io.save(job.model, run.model_file, note=job.note())
-        net = getattr(job.model, "net", job.model)
+        history = job.fit(run.training_folder, not quiet)
+        data = job.data
+        model = job.model.to("cpu")
+        certificate = None
+        with suppress(OptionError):  # no Hamiltonian layers
+            certificate = analysis.certify(
+                job.certified or model,
+                data.points,
+                samples=data.samples,
+                points=data.place,
+            )
+        io.save(model, run.model_file, note=data.note())
         metrics = {
             "run": str(run.folder),
             **options,
-            "network": repr(net).partition("\n")[0],
-            "parameters": sum(p.numel() for p in job.model.parameters()),
-            **job.metrics(),
-            "epochs": len(job.history.loss),
-            "training_seconds": round(job.history.seconds, 2),
-            "history": job.history.curves(),
+            "network": repr(getattr(model, "net", model)).partition("\n")[0],
+            "parameters": sum(p.numel() for p in model.parameters()),
+            **data.facts(),
+            **job.facts,
+        }
+        for part, (x, t) in data.parts.items():
+            metrics |= data.scores(part, outputs(model, x), t)
+        pictures = draw(job, history, certificate, run.folder)
+        metrics |= {
+            "epochs": len(history.loss),
+            "training_seconds": round(history.seconds, 2),
+            "history": history.curves(),
             "certificate": certificate and certificate.to_dict(),
-            "pictures": draw(job, certificate, run.folder),
+            "pictures": pictures,
             "versions": {"hdnn": __version__, "torch": torch.__version__},
             "seconds": round(time.perf_counter() - start, 2),
         }
@@ -178,80 +193,110 @@ def find_device(name: str) -> str:
     return name
 
 
-# Tables and points of the plane
+# Data
 
 
 @dataclass
-class Problem:
-    """Rows to train on and to test with, and how they are made of columns."""
+class Data:
+    """Rows or images to train on and to test with; none where they are on other machines.
 
-    x: Tensor
-    t: Tensor
-    x_test: Tensor
-    t_test: Tensor
-    encoder: Any
-    target: Any
+    Args:
+        parts: inputs and targets that the model is scored on: "train", "test".
+        target: how outputs become answers.
+        encoder: how columns become inputs.
+        points: inputs to certify the model at; None for random states.
+        place: what a certificate calls them.
+        samples: the most points to certify at.
+    """
+
+    parts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    target: Any = None
+    encoder: Any = None
+    points: Tensor | None = None
+    place: str = "random states"
+    samples: int = FEW
+    common: float = (
+        0  # the most frequent label of the training rows, or their mean
+    )
     plane: Any = None  # points of the plane
     frame: Any = None  # the rows of a file to train on
-    notes: list[str] = field(default_factory=list)
+    images: Any = None
 
-    @property
-    def points(self) -> Tensor:
-        """The rows that a certificate looks at."""
-        return self.x_test if len(self.x_test) else self.x
-
-    def note(self) -> dict[str, Any]:
+    def note(self) -> dict[str, Any] | None:
         """The columns, which the file of the model remembers."""
+        if self.encoder is None:
+            return None
         return {"inputs": self.encoder.config(), "target": self.target.config()}
 
     def truth(self, t: Tensor) -> np.ndarray:
         """Labels, or values in their own units."""
         if self.target.classes:
-            return t.numpy()
+            return t.numpy(force=True)
         return self.target.decode(t[:, 0].numpy())
 
-    def scores(self, model: Any) -> dict[str, Any]:
-        """Scores on training and test rows; baseline and confusion table on the test rows."""
-        target = self.target
-        metrics: dict[str, Any] = {
-            "task": target.task,
+    def facts(self) -> dict[str, Any]:
+        """The task, and the numbers of rows."""
+        if self.target is None:
+            return {}
+        facts = {"task": self.target.task, "common": self.common}
+        if self.images is not None:
+            return {
+                **facts,
+                "target": "class",
+                "train_images": len(self.images.t_train),
+                "test_images": len(self.images.t_test),
+            }
+        facts |= {
             "inputs": len(self.encoder.names),
-            "train_rows": len(self.x),
-            "test_rows": len(self.x_test),
-            "notes": self.notes,
+            "train_rows": len(self.parts["train"][0]),
+            "test_rows": len(self.parts.get("test", [()])[0]),
+            "notes": list(self.encoder.notes),
         }
-        train = self.truth(self.t)
-        if target.classes:
-            metrics["common"] = int(np.bincount(train).argmax())
-        else:
-            metrics["common"] = float(train.mean())
-            metrics["target_mean"] = target.center
-            metrics["target_std"] = target.scale
-        rows = {"train": (self.x, self.t), "test": (self.x_test, self.t_test)}
-        for part, (x, t) in rows.items():
-            if not len(x):
-                continue
-            answers = outputs(model, x)
-            if not target.classes:
-                answers = target.decode(answers)
-            scores = evaluate(
-                answers, self.truth(t), target.classes, metrics["common"]
-            )
-            for name in ("accuracy", "rmse", "r2"):
-                if name in scores:
-                    metrics[f"{part}_{name}"] = scores.pop(name)
-            metrics |= scores
-        return metrics
+        if not self.target.classes:
+            facts["target_mean"] = self.target.center
+            facts["target_std"] = self.target.scale
+        return facts
+
+    def scores(
+        self, part: str, answers: np.ndarray, t: Tensor
+    ) -> dict[str, Any]:
+        """Scores of a part, by names such as test_accuracy; baseline and confusion table."""
+        classes = self.target.classes
+        if not classes:
+            answers = self.target.decode(answers)
+        scores = evaluate(answers, self.truth(t), classes, self.common)
+        for name in ("accuracy", "rmse", "r2"):
+            if name in scores:
+                scores[f"{part}_{name}"] = scores.pop(name)
+        return scores
 
 
-def load(config: Any) -> Problem:
+def rows_to_learn(
+    rows: Sequence[Tensor], encoder: Any, target: Any, **more: Any
+) -> Data:
+    """Data of encoded rows: x and t to train on, x and t to test with."""
+    x, t, x_test, t_test = rows
+    parts = {"train": (x, t)}
+    data = Data(parts, target, encoder, x, "training points", **more)
+    if len(x_test):
+        parts["test"] = (x_test, t_test)
+        data.points = x_test
+        data.place = "test points"
+    truth = data.truth(t)
+    data.common = float(truth.mean())
+    if target.classes:
+        data.common = int(np.bincount(truth).argmax())
+    return data
+
+
+def load(config: Any) -> Data:
     """Read or compute the rows of a config, on the CPU."""
     if config.data in planar.SETS:
         return load_points(config.data, config.seed)
     return load_table(config)
 
 
-def load_table(config: Any) -> Problem:
+def load_table(config: Any) -> Data:
     """The rows of a file; columns are learned from the rows to train on."""
     from hdnn.data import tables
 
@@ -276,13 +321,11 @@ def load_table(config: Any) -> Problem:
         labels = target.encode(frame)[:, None]
     x = torch.from_numpy(encoder.transform(inputs))
     t = torch.from_numpy(labels)
-    problem = Problem(x[train], t[train], x[test], t[test], encoder, target)
-    problem.frame = inputs.iloc[train]
-    problem.notes = list(encoder.notes)
-    return problem
+    rows = (x[train], t[train], x[test], t[test])
+    return rows_to_learn(rows, encoder, target, frame=inputs.iloc[train])
 
 
-def load_points(name: str, seed: int) -> Problem:
+def load_points(name: str, seed: int) -> Data:
     """Points of the plane, with two classes."""
     from hdnn.data import tables
 
@@ -297,136 +340,124 @@ def load_points(name: str, seed: int) -> Problem:
     encoder = tables.Encoder([{"name": "x1", **plain}, {"name": "x2", **plain}])
     target = tables.Target("class", "classification", ["0", "1"])
     rows = (points.x_train, points.t_train, points.x_test, points.t_test)
-    return Problem(*rows, encoder, target, plane=points)
+    return rows_to_learn(rows, encoder, target, plane=points)
 
 
-class PlaneJob:
-    """A training on points of the plane, by the recipe of the paper."""
+# Jobs
 
-    config: Any
-    model: Any
-    problem: Problem
-    held_out: Any = None
+
+class Job:
+    """A training on points of the plane, by the recipe of the paper.
+
+    Attributes:
+        certified: the module to certify, if it is not the model.
+        facts: further metrics.
+    """
+
+    certified: Any = None
 
     def __init__(self, config: PlaneConfig) -> None:
         chosen = {k: v for k, v in PLANAR.items() if getattr(config, k) is None}
         if config.network == "mlp":
             chosen.pop("T", None)
         device = find_device(config.device)
-        self.config = replace(config, device=device, **chosen)
-        self.problem = load(config)
-        self.history = History()
-        generator = torch.Generator().manual_seed(config.seed)
+        self.config: Any = replace(config, device=device, **chosen)
+        self.facts: dict[str, Any] = {}
+        self.data = load(config)
+        self.model: Any = self.build()
+
+    def build(self) -> Model:
+        """A new model of the config's network."""
+        generator = torch.Generator().manual_seed(self.config.seed)
         options = {k: getattr(self.config, k) for k in NETWORK_OPTIONS}
         if options["T"] is None:
             del options["T"]
-        network = BY_NAME[choose("network", config.network, BY_NAME)]
+        network = BY_NAME[choose("network", self.config.network, BY_NAME)]
         net = network(init="paper", generator=generator, **options)
         head = SigmoidHead(net.features, generator=generator)
-        self.model = Model(Augment(2, net.features), net, head)
+        self.data.samples = MANY if net.features <= SMALL else FEW
+        return Model(Augment(2, net.features), net, head)
 
-    def fit(self, folder: Path, progress: bool) -> None:
+    def fit(self, folder: Path, progress: bool) -> History:
+        from hdnn.data.tables import hold_out
+
         config = self.config
         self.model.to(config.device)
-        x = self.problem.x.to(config.device)
-        t = self.problem.t.to(config.device)
+        x, t = (part.to(config.device) for part in self.data.parts["train"])
+        options = {k: getattr(config, k) for k in (*FIT_OPTIONS, "solver")}
         if config.validation:
-            from hdnn.data.tables import hold_out
-
+            labels = t.numpy(force=True)
             train, held = hold_out(
-                t.numpy(force=True),
-                config.validation,
-                config.seed,
-                classes=True,
+                labels, config.validation, config.seed, classes=True
             )
-            self.held_out = (x[held], t[held])
+            options["validation"] = (x[held], t[held])
             x = x[train]
             t = t[train]
-        names = (*FIT_OPTIONS, "solver", "patience", "seed")
-        self.history = fit(
+        history = fit(
             self.model,
             x,
             t,
-            validation=self.held_out,
+            patience=config.patience,
+            seed=config.seed,
             folder=folder,
             resume=True,
             progress=progress,
-            **{name: getattr(config, name) for name in names},
+            **options,
         )
-        self.model.to("cpu")
+        self.note_best(options, history)
+        return history
 
-    def certify(self) -> Any:
-        points = self.problem.points
-        where = "test points" if len(self.problem.x_test) else "training points"
-        samples = MANY if self.model.net.features <= SMALL else FEW
-        x = points.to(next(self.model.parameters()).dtype)
-        return analysis.certify(self.model, x, samples=samples, points=where)
-
-    def note(self) -> Any:
-        """What the file of the model says about its inputs and outputs."""
-        return self.problem.note()
-
-    def metrics(self) -> dict[str, Any]:
-        metrics = self.problem.scores(self.model)
-        if self.held_out is not None:
-            metrics["validation_rows"] = len(self.held_out[0])
-            metrics["best_epoch"] = self.history.best_epoch
-        return metrics
-
-    def pictures(self, certificate: Any) -> dict[str, Any]:
-        axes = {"training": plotting.training_history(self.history)}
-        if self.problem.plane is not None:
-            axes["decision_regions"] = plotting.decision_regions(
-                self.model, self.problem.plane
-            )
-        if certificate.by_layer:
-            axes["norms"] = certificate.plot()
-        return axes
+    def note_best(self, options: Mapping[str, Any], history: History) -> None:
+        """Add the held-out rows and the best epoch to the metrics."""
+        if "validation" in options:
+            self.facts["validation_rows"] = len(options["validation"][0])
+            self.facts["best_epoch"] = history.best_epoch
 
 
-class TableJob(PlaneJob):
-    """A training on a file: the same as that of the estimators, of which it keeps a run."""
+class TableJob(Job):
+    """A training on a file: that of the estimators, with a folder."""
 
     def __init__(self, config: TableConfig) -> None:
         config = replace(config, device=find_device(config.device))
-        self.problem = load_table(config)
-        self.estimator = estimator(config, self.problem)
-        labels = self.problem.truth(self.problem.t)
-        self.rows = self.estimator._begin(self.problem.frame, labels, None)
+        self.facts = {}
+        self.data = load_table(config)
+        self.estimator = estimator(config, self.data.target.classes)
+        labels = self.data.truth(self.data.parts["train"][1])
+        self.rows = self.estimator._begin(self.data.frame, labels, None)
         decay = self.estimator._shrinkage(self.rows)
         self.model = self.estimator.model_
-        self.history = History()
+        features = self.model.net.features
+        self.data.samples = MANY if features <= SMALL else FEW
         chosen = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
-        chosen["features"] = self.model.net.features
+        chosen["features"] = features
         if config.network == "mlp":
             chosen["T"] = None
         self.config = replace(
             config,
             data=os.path.abspath(config.data),
-            task=self.problem.target.task,
+            task=self.data.target.task,
             weight_decay=decay,
             **chosen,
         )
 
-    def fit(self, folder: Path, progress: bool) -> None:
+    def fit(self, folder: Path, progress: bool) -> History:
         config = self.config
         rows = self.rows
         options: dict[str, Any] = {"patience": config.patience}
         if config.solver is not None:
             options["solver"] = config.solver
         if config.validation:
-            rows, self.held_out = self.estimator._hold_out(
-                rows, config.validation
-            )
-            options["validation"] = self.held_out
+            rows, held = self.estimator._hold_out(rows, config.validation)
+            options["validation"] = held
         options |= {"folder": folder, "resume": True, "progress": progress}
-        self.history = self.estimator._train(
+        history = self.estimator._train(
             self.model, rows, config.weight_decay, **options
         )
-        self.model.to("cpu")
+        self.note_best(options, history)
+        return history
 
 
-def estimator(config: TableConfig, problem: Problem) -> Any:
+def estimator(config: TableConfig, classes: Sequence[str]) -> Any:
     """The estimator with the options of a config."""
     from hdnn.estimators import HDNNClassifier, HDNNRegressor
 
@@ -436,7 +467,6 @@ def estimator(config: TableConfig, problem: Problem) -> Any:
         value = getattr(config, name)
         if value not in (None, []):
             options[name] = value
-    classes = problem.target.classes
     weights = config.weights()
     if weights is not None:
         if not classes:
@@ -452,28 +482,38 @@ def estimator(config: TableConfig, problem: Problem) -> Any:
     return kind(random_state=config.seed, **options)
 
 
-# Images
-
-
 def load_images(name: str) -> ImageData:
     """MNIST or CIFAR-10, from the folder that HDNN_DATA names."""
     return load_mnist() if name == "mnist" else load_cifar10()
 
 
-class ImageJob:
+def test_images(images: ImageData) -> Data:
+    """The test images, which the model is scored on."""
+    from hdnn.data.tables import Target
+
+    target = Target("class", "classification", list(images.classes))
+    x = images.normalised(images.images_test, torch.float32)
+    data = Data({"test": (x, images.t_test)}, target, images=images)
+    data.points = x[:IMAGES]
+    data.place = f"test images of {images.name}"
+    data.common = int(torch.bincount(images.t_train.cpu()).argmax())
+    return data
+
+
+class ImageJob(Job):
     """A training on images, by a recipe of the paper's tables."""
 
     def __init__(self, config: ImageConfig) -> None:
         epochs = config.epochs or 40
         device = find_device(config.device)
-        self.data = load_images(config.data)
+        images = load_images(config.data)
         names = ("batch", "learning_rate", "weight_decay", "smoothness")
         chosen: dict[str, Any] = {"epochs": epochs, "seed": config.seed}
         for name in names:
             if getattr(config, name) is not None:
                 chosen[name] = getattr(config, name)
         if config.images is not None:
-            self.data = self.data.first(config.images)
+            images = images.first(config.images)
             chosen.setdefault("batch", max(1, config.images // STEPS))
         if device == "cpu":
             chosen["bf16"] = False  # slow on most CPUs
@@ -499,62 +539,25 @@ class ImageJob:
         self.config = replace(
             config, device=device, epochs=epochs, layers=layers
         )
-        self.history = History()
+        self.facts = {}
+        self.data = test_images(images)
 
-    def fit(self, folder: Path, progress: bool) -> None:
+    def fit(self, folder: Path, progress: bool) -> History:
         self.model.to(self.config.device)
-        self.history = fit_images(
+        history = fit_images(
             self.model,
-            self.data,
+            self.data.images,
             self.recipe,
             folder=folder,
             resume=True,
             progress=progress,
         )
-        self.model.to("cpu")
-
-    def certify(self) -> Any:
-        """The certificate of the Hamiltonian parts; None if there are none."""
-        x = self.data.normalised(self.data.images_test[:100], torch.float32)
-        try:
-            return analysis.certify(
-                self.model, x, points=f"test images of {self.data.name}"
-            )
-        except OptionError:
-            return None
-
-    def note(self) -> Any:
-        """What the file of the model says about its inputs and outputs."""
-        return None
-
-    def metrics(self) -> dict[str, Any]:
-        data = self.data
-        scores = image_scores(self.model, data, data.images_test).double()
-        common = int(torch.bincount(data.t_train.cpu()).argmax())
-        truth = data.t_test.numpy(force=True)
-        tested = evaluate(
-            scores.softmax(1).numpy(), truth, data.classes, common
-        )
-        return {
-            "task": "classification",
-            "target": "class",
-            "train_images": len(data.t_train),
-            "test_images": len(data.t_test),
-            "common": common,
-            "train_accuracy": self.history.accuracy[-1],
-            "test_accuracy": tested.pop("accuracy"),
-            **tested,
-        }
-
-    def pictures(self, certificate: Any) -> dict[str, Any]:
-        axes = {"training": plotting.training_history(self.history)}
-        if certificate is not None:
-            axes["norms"] = certificate.plot()
-        return axes
+        self.facts["train_accuracy"] = history.accuracy[-1]
+        return history
 
 
 JOBS: dict[type, Any] = {
-    PlaneConfig: PlaneJob,
+    PlaneConfig: Job,
     TableConfig: TableJob,
     ImageConfig: ImageJob,
 }
@@ -562,19 +565,30 @@ JOBS: dict[type, Any] = {
 # Results
 
 
-def draw(job: Any, certificate: Any, folder: Path) -> list[str]:
+def draw(
+    job: Job, history: History, certificate: Any, folder: Path
+) -> list[str]:
     """Write the pictures of a job as PNG files; none where matplotlib is missing."""
     try:
         require("matplotlib", extra="plot")
     except MissingExtraError:
         return []
-    files = []
-    for name, axes in job.pictures(certificate).items():
-        content = byte_io.BytesIO()
-        axes.figure.canvas.print_figure(content, format="png", dpi=120)
-        io.write_atomically(folder / f"{name}.png", content.getvalue())
-        files.append(f"{name}.png")
-    return files
+    axes = {"training": plotting.training_history(history)}
+    plane = job.data.plane
+    if plane is not None and job.certified is None:
+        axes["decision_regions"] = plotting.decision_regions(job.model, plane)
+    if certificate is not None and certificate.by_layer:
+        axes["norms"] = certificate.plot()
+    for name, ax in axes.items():
+        write_picture(ax.figure, folder / f"{name}.png")
+    return [f"{name}.png" for name in axes]
+
+
+def write_picture(figure: Any, file: Path) -> None:
+    """Write a figure of matplotlib as a PNG file."""
+    content = byte_io.BytesIO()
+    figure.canvas.print_figure(content, format="png", dpi=120)
+    io.write_atomically(file, content.getvalue())
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
