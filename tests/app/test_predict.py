@@ -80,6 +80,15 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+def test_predict_and_certify_take_a_run_alike(folder):
+    """`predict RUN FILE` is `predict --run RUN --data FILE`."""
+    short = run(folder, "predict", "runs/classes", "table.csv")
+    long = ["--run", "runs/classes", "--data", "table.csv"]
+    assert short == run(folder, "predict", *long)
+    for arguments in (["predict"], ["predict", "runs/classes"]):
+        assert "RUN FILE" in run(folder, *arguments, code=2)
+
+
 def test_predictions_agree_with_the_model_and_its_score(folder):
     result = json.loads(
         run(

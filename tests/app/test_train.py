@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -329,16 +330,57 @@ def test_class_weights_are_a_word_or_numbers_for_names():
         TableConfig.build({**options, "class_weight": "yes=much"}).weights()
 
 
-def test_train_has_few_options():
-    assert len(all_options(TableConfig, ImageConfig, RunOptions)) <= 32
+def test_help_shows_at_most_twenty_options_and_help_all_the_others(capsys):
+    pattern = r"^  (?:-\w, )?--([\w-]+)"
+    short = re.findall(pattern, run(capsys, "train", "--help"), re.M)
+    names = set(all_options(TableConfig, ImageConfig, RunOptions))
+    flags = {name.replace("_", "-") for name in names}
+    assert len(short) <= 20
+    assert {"data", "target", "drop", "help-all"} <= set(short)
+    text = run(capsys, "train", "--help-all")
+    assert flags <= set(re.findall(pattern, text, re.M))
+    assert "<" not in text
+    assert len(flags) <= 32
 
 
-def test_help_is_quick_and_imports_no_torch(tmp_path):
-    program = "import sys; from hdnn.__main__ import main; main(['train', '--help']); "
-    program += "print('torch' in sys.modules)"
-    command = [sys.executable, "-X", "importtime", "-c", program]
+def test_hdnn_alone_says_what_to_do_next(capsys):
+    text = run(capsys)
+    assert "hdnn play" in text
+    assert "hdnn train --data FILE.csv" in text
+    assert run(capsys, "--version").startswith("hdnn 0.")
+
+
+def test_several_columns_are_left_out_by_one_option(capsys):
+    metrics = train(capsys, "--drop", "a,kind")
+    assert metrics["drop"] == ["value", "a", "kind"]
+    options = ["--data", "table.csv", "--target", "label", "--drop", "b,c"]
+    options += ["--out", "other"]
+    assert "'c'" in run(capsys, "train", *options, code=2)
+
+
+def test_the_demo_shows_a_perceptron_beside_h2(capsys):
+    text = run(capsys, "demo", "--epochs", "2", "--layers", "16")
+    assert Path("runs/demo/contrast.png").is_file()
+    assert "reaches its first layer" in text
+    gradients = [row for row in text.splitlines() if "is proved" in row]
+    assert len(gradients) == 1
+    assert "What to do next" in text
+    run(capsys, "demo", "--epochs", "1", "--layers", "2", "--json")
+
+
+def test_the_shell_can_complete_commands(table):
+    source = os.path.dirname(os.path.dirname(sys.modules["hdnn"].__file__))
+    asked = {
+        "_HDNN_COMPLETE": "complete_bash",
+        "COMP_WORDS": "hdnn pre",
+        "COMP_CWORD": "1",
+        "PYTHONPATH": source,
+    }
+    program = "from hdnn.__main__ import main; main([])"
     done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | asked,
     )
-    assert "--learning-rate" in done.stdout
-    assert "<bool>" not in done.stdout
+    assert done.stdout.split() == ["predict"]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +19,7 @@ from typer import Argument, Option
 
 from hdnn import __version__
 from hdnn.app.config import (
+    RARE,
     GraphConfig,
     ImageConfig,
     LaunchOptions,
@@ -24,7 +27,7 @@ from hdnn.app.config import (
     TableConfig,
     all_options,
 )
-from hdnn.errors import CheckpointError, choose
+from hdnn.errors import CheckpointError, OptionError, choose
 
 EXPERIMENTS = (
     "table-planar",
@@ -38,6 +41,9 @@ EXPERIMENTS = (
     "fig-cifar",
 )
 
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+TUTORIAL = "docs/tutorials/first-network.md"
+
 # The base class of errors about options, of the click that typer needs or brings.
 WRONG_OPTION: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
 
@@ -45,10 +51,8 @@ JsonFlag = Annotated[bool, Option("--json", help="print one JSON object")]
 OverwriteFlag = Annotated[bool, Option("--overwrite", help="replace the file")]
 
 app = typer.Typer(
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    no_args_is_help=True,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "max_content_width": 100,
@@ -84,17 +88,38 @@ def command(
     return register
 
 
+def show_all_options(context: typer.Context, value: bool) -> None:
+    """Print the help with the rare options in it."""
+    if value:
+        for parameter in context.command.params:
+            parameter.hidden = False  # pyright: ignore[reportAttributeAccessIssue]
+        print(context.get_help())
+        raise typer.Exit
+
+
 def signature(configs: Sequence[type]) -> Signature:
-    """An option for each field of dataclasses; None or False if it is not given."""
-    parameters = []
+    """An option for each field of dataclasses; None or False if it is left out."""
+    everything = Option(
+        "--help-all",
+        help="Show the rare options too, and exit.",
+        is_eager=True,
+        callback=show_all_options,
+    )
+    kinds: dict[str, Any] = {"help_all": Annotated[bool, everything]}
     for name, (annotation, about) in all_options(*configs).items():
-        flag = Option(f"--{name.replace('_', '-')}", help=about)
-        default = None
-        if annotation is bool:
-            default = False
-        else:
+        flag = f"--{name.replace('_', '-')}"
+        texts: dict[str, Any] = {"help": about, "hidden": name in RARE}
+        if annotation is not bool:
+            texts["metavar"] = "A,B"
+            for kind, metavar in METAVARS.items():
+                if annotation in (kind, kind | None):
+                    texts["metavar"] = metavar
             annotation = annotation | None
-        kind = Annotated[annotation, flag]
+        option = Option(flag, **texts)
+        kinds[name] = Annotated[annotation, option]
+    parameters = []
+    for name, kind in kinds.items():
+        default = False if kind.__origin__ is bool else None
         parameter = Parameter(
             name, Parameter.KEYWORD_ONLY, default=default, annotation=kind
         )
@@ -103,24 +128,48 @@ def signature(configs: Sequence[type]) -> Signature:
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; a 0 is one of them."""
-    return {
-        k: v
-        for k, v in options.items()
-        if v not in (None, []) and v is not False
-    }
+    """The options that were used, a 0 too; lists such as a,b are taken apart."""
+    values = {}
+    for name, value in options.items():
+        if isinstance(value, list):
+            value = ",".join(value).split(",") if value else None
+        if value is not None and value is not False:
+            values[name] = value
+    return values
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def program(
+    context: typer.Context,
     version: Annotated[
-        bool, Option("--version", help="print the version", is_eager=True)
+        bool, Option("--version", help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Very deep networks whose gradients provably do not vanish."""
     if version:
         print(f"hdnn {__version__}")
-        raise typer.Exit
+    elif context.invoked_subcommand is None:
+        print(f"{context.command.help}\n\n{next_steps()}")
+
+
+def next_steps() -> str:
+    """What to do next, for those who have just begun."""
+    steps = {
+        "hdnn play": "watch two networks learn side by side in your browser",
+        "hdnn train --data FILE.csv --target COLUMN": "train on your own table",
+        "hdnn --help": "see all commands",
+    }
+    if shutil.which("hdnn") is None:
+        activate = Path(sys.executable).with_name("activate")
+        if activate.is_relative_to(Path.cwd()):
+            activate = activate.relative_to(Path.cwd())
+        steps = {f"source {activate}": "make hdnn a command", **steps}
+    if Path(TUTORIAL).is_file():
+        steps[TUTORIAL] = "read the tutorial"
+    else:
+        steps["python -c 'help(\"hdnn\")'"] = "read about the library"
+    lines = [f"  {step:<44} {purpose}" for step, purpose in steps.items()]
+    return "\n".join(["What to do next:", *lines])
 
 
 @command("demo", "demo --layers 128 --seed 3")
@@ -133,25 +182,12 @@ def demo(
     out: Annotated[str, Option(help="folder to write to")] = "runs/demo",
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a deep H2 on the Swiss roll; print its accuracy and gradient norms."""
-    from hdnn.app import train
-    from hdnn.app.scores import lines
+    """Train a deep H2 and a perceptron of the same depth on the Swiss roll; draw both."""
+    from hdnn.app import demo
 
     options = {"layers": layers, "epochs": epochs, "seed": seed, "out": out}
-    values = {"data": "swiss_roll", "overwrite": True, **chosen(options)}
-    [(config, run)] = train.plan(values)
-    result = train.train(config, run, {"overwrite": True, "quiet": as_json})
-    certificate = result["certificate"]
-    norms = {
-        "smallest_bsm_norm": certificate["smallest_norm"],
-        "largest_bsm_norm": certificate["largest_norm"],
-        "symplectic_defect": certificate["symplectic_defect"],
-    }
-    shown = {k.replace("_", " "): f"{v:.6g}" for k, v in norms.items()}
-    pictures = [os.path.join(out, name) for name in result["pictures"]]
-    shown["pictures"] = ", ".join(pictures)
-    text = f"{train.text(result)}\n{lines(shown)}"
-    show({**result, **norms}, text, as_json)
+    result = demo.run(chosen(options), quiet=as_json)
+    show(result, f"{demo.text(result)}\n\n{next_steps()}", as_json)
 
 
 @command(
@@ -200,18 +236,20 @@ def launch(**options: Any) -> None:
 
 
 @command(
-    "predict --run runs/iris-species-h2-16-0 --data new.csv --out answers.csv",
-    "predict --run runs/mnist-h1-8-0 --data mnist",
+    "predict runs/iris-species-h2-16-0 new.csv --out answers.csv",
+    "predict runs/mnist-h1-8-0 mnist",
 )
 def predict(
     run: Annotated[
-        str,
-        Option(help="folder of a run, or of the runs of --seeds: their mean"),
-    ],
-    data: Annotated[
-        str,
-        Option(help="a file with the same columns, or the name of a data set"),
-    ],
+        str | None,
+        Argument(help="folder of a run, or of the runs of --seeds: their mean"),
+    ] = None,
+    file: Annotated[
+        str | None,
+        Argument(help="a table with the same columns, or a data set"),
+    ] = None,
+    run_option: Annotated[str | None, Option("--run", hidden=True)] = None,
+    data: Annotated[str | None, Option("--data", hidden=True)] = None,
     out: Annotated[
         str | None, Option(help="CSV file to write (default: print it)")
     ] = None,
@@ -224,13 +262,19 @@ def predict(
     """Predict the target of each row of a table, or test image, as CSV in their order."""
     from hdnn.app import predict
 
-    file = None if out is None else new_file(out, overwrite)
-    result = predict.run(run, data, proba=proba)
+    folder = run or run_option
+    rows = file or data
+    if folder is None or rows is None:
+        raise OptionError(
+            "predict needs a run and a file: hdnn predict RUN FILE.csv."
+        )
+    place = None if out is None else new_file(out, overwrite)
+    result = predict.run(folder, rows, proba=proba)
     csv = predict.csv_text(result)
-    if file is not None:
+    if place is not None:
         from hdnn.io import write_atomically
 
-        write_atomically(file, csv)
+        write_atomically(place, csv)
         result = {**predict.summary(result), "out": out}
         show(result, predict.text(result), as_json)
     else:
@@ -246,13 +290,14 @@ def certify(
     data: Annotated[
         str | None, Option(help="points to look at (default: test points)")
     ] = None,
-    samples: Annotated[int, Option(help="the most points")] = 1000,
+    samples: Annotated[int, Option(help="the most points to look at")] = 100,
     as_json: JsonFlag = False,
 ) -> int:
     """Measure the gradient norms of a trained network; exit code 1 if a guarantee is not seen."""
     from hdnn.app import predict
 
-    certificate = predict.certify(run, data, samples=samples)
+    with predict.waiting(f"measuring at up to {samples} points"):
+        certificate = predict.certify(run, data, samples=samples)
     show({"run": run, **certificate.to_dict()}, str(certificate), as_json)
     return 1 if certificate.guaranteed and certificate.status != "holds" else 0
 

@@ -25,16 +25,22 @@ SEEDS = 2**32
 LAYERS = {**dict.fromkeys(PLANAR_SETS, 64), "mnist": 8, "cifar10": 6}
 
 
+# Options that only --help-all shows.
+RARE = {
+    *("T", "activation", "batch", "weight_decay", "smoothness", "features"),
+    *("solver", "ridge", "categorical", "task", "images", "graph", "quiet"),
+    "config",
+}
+
+
 def option(help: str, default: Any = None) -> Any:
     """A field that is an option of the command line."""
     return field(default=default, metadata={"help": help})
 
 
 def many(help: str) -> Any:
-    """An option that may be repeated."""
-    return field(
-        default_factory=list, metadata={"help": f"{help} (may be repeated)"}
-    )
+    """An option that takes several names."""
+    return field(default_factory=list, metadata={"help": f"{help}: a,b"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +138,8 @@ class FileOptions:
     """How a file is read."""
 
     target: str | None = option("column of the file to predict")
-    drop: list[str] = many("column to leave out")  # noqa: RUF009
-    categorical: list[str] = many("column whose numbers are categories")  # noqa: RUF009
+    drop: list[str] = many("columns to leave out")  # noqa: RUF009
+    categorical: list[str] = many("columns whose numbers are categories")  # noqa: RUF009
     task: str = option("auto (default), classification or regression", "auto")
     test_fraction: float | None = option(
         "of the rows, kept for testing (default: 0.2)"

@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import io as text_io
 import os
-from contextlib import suppress
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ from hdnn.app.scores import evaluate, lines, outputs, score_rows
 from hdnn.data import planar, tables
 from hdnn.data.tables import Target
 from hdnn.errors import CheckpointError, DataError, OptionError
+from hdnn.progress import CLEAR
 
 # A spreadsheet would run a text that begins so.
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
@@ -153,6 +158,30 @@ def _safe(cell: Any) -> Any:
 
 
 # Certificates
+
+
+@contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """Show on a terminal that work goes on, and for how long, from the second second on."""
+    done = threading.Event()
+
+    def tick() -> None:
+        start = time.monotonic()
+        while not done.wait(1.0):
+            seconds = time.monotonic() - start
+            sys.stderr.write(f"{CLEAR}{label}, {seconds:.0f} s")
+            sys.stderr.flush()
+        sys.stderr.write(CLEAR)
+
+    thread = threading.Thread(target=tick, daemon=True)
+    if sys.stderr.isatty():
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if thread.ident is not None:
+            thread.join()
 
 
 def certify(place: str, data: str | None, *, samples: int) -> Any:

@@ -19,7 +19,7 @@ PICTURES = {
     "decision_regions": "Decision regions and test points.",
     "training": "The training, epoch by epoch.",
     "norms": "Norm of dy_N/dy_j over the layers: below 1, a gradient shrinks in every direction.",
-    "predictions": "Predicted against true values of the test rows.",
+    "contrast": "The same depth twice: H2, and a perceptron whose gradients vanish.",
 }
 
 
