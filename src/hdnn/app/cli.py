@@ -290,7 +290,7 @@ def certify(
     data: Annotated[
         str | None, Option(help="points to look at (default: test points)")
     ] = None,
-    samples: Annotated[int, Option(help="the most points to look at")] = 100,
+    samples: Annotated[int, Option(help="the most points to look at")] = 50,
     as_json: JsonFlag = False,
 ) -> int:
     """Measure the gradient norms of a trained network; exit code 1 if a guarantee is not seen."""
