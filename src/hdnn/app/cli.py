@@ -41,7 +41,12 @@ EXPERIMENTS = (
     "fig-cifar",
 )
 
-METAVARS = {int: "N", float: "X", str: "TEXT"}
+METAVARS = {
+    "int | None": "N",
+    "float | None": "X",
+    "list[str]": "A,B",
+    "<class 'int'>": "N",
+}
 TUTORIAL = "docs/tutorials/first-network.md"
 
 # The base class of errors about options, of the click that typer needs or brings.
@@ -110,10 +115,7 @@ def signature(configs: Sequence[type]) -> Signature:
         flag = f"--{name.replace('_', '-')}"
         texts: dict[str, Any] = {"help": about, "hidden": name in RARE}
         if annotation is not bool:
-            texts["metavar"] = "A,B"
-            for kind, metavar in METAVARS.items():
-                if annotation in (kind, kind | None):
-                    texts["metavar"] = metavar
+            texts["metavar"] = METAVARS.get(str(annotation), "TEXT")
             annotation = annotation | None
         option = Option(flag, **texts)
         kinds[name] = Annotated[annotation, option]
@@ -178,11 +180,13 @@ def demo(
     epochs: Annotated[
         int | None, Option(help="passes over the data (default: 50)")
     ] = None,
-    seed: Annotated[int, Option(help="of weights and order of the data")] = 0,
+    seed: Annotated[
+        int, Option(help="seed of the weights and of the order of the data")
+    ] = 0,
     out: Annotated[str, Option(help="folder to write to")] = "runs/demo",
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a deep H2 and a perceptron of the same depth on the Swiss roll; draw both."""
+    """Train a 64-layer H2 beside a perceptron, and draw both."""
     from hdnn.app import demo
 
     options = {"layers": layers, "epochs": epochs, "seed": seed, "out": out}
@@ -198,7 +202,7 @@ def demo(
     configs=(TableConfig, ImageConfig, RunOptions),
 )
 def train(**options: Any) -> None:
-    """Train a network on a data set or a table; keep everything in a folder of its own."""
+    """Train on a data set or a table. Model, scores and pictures go to a folder."""
     from hdnn.app import train
 
     values = chosen(options)
@@ -222,7 +226,7 @@ def train(**options: Any) -> None:
     configs=(LaunchOptions, GraphConfig),
 )
 def launch(**options: Any) -> None:
-    """Train on a graph by processes that talk to neighbours only; or say what a graph needs."""
+    """Train on a graph of processes. Only neighbours talk; without data, the graph is checked."""
     from hdnn.app import graph, scores, train
 
     values = chosen(options)
@@ -242,11 +246,16 @@ def launch(**options: Any) -> None:
 def predict(
     run: Annotated[
         str | None,
-        Argument(help="folder of a run, or of the runs of --seeds: their mean"),
+        Argument(
+            metavar="RUN",
+            help="folder of a run, or of several seeds, whose mean is taken",
+        ),
     ] = None,
     file: Annotated[
         str | None,
-        Argument(help="a table with the same columns, or a data set"),
+        Argument(
+            metavar="FILE", help="a table with the same columns, or a data set"
+        ),
     ] = None,
     run_option: Annotated[str | None, Option("--run", hidden=True)] = None,
     data: Annotated[str | None, Option("--data", hidden=True)] = None,
@@ -259,7 +268,7 @@ def predict(
     overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Predict the target of each row of a table, or test image, as CSV in their order."""
+    """Predict each row of a table, or each test image, as CSV."""
     from hdnn.app import predict
 
     folder = run or run_option
@@ -286,14 +295,16 @@ def predict(
     "certify model.safetensors --data double_moons",
 )
 def certify(
-    run: Annotated[str, Argument(help="folder of a run, or a saved model")],
+    run: Annotated[
+        str, Argument(metavar="RUN", help="folder of a run, or a saved model")
+    ],
     data: Annotated[
         str | None, Option(help="points to look at (default: test points)")
     ] = None,
     samples: Annotated[int, Option(help="the most points to look at")] = 50,
     as_json: JsonFlag = False,
 ) -> int:
-    """Measure the gradient norms of a trained network; exit code 1 if a guarantee is not seen."""
+    """Measure the gradients of a trained network. Exit code 1: a guarantee was not confirmed."""
     from hdnn.app import predict
 
     with predict.waiting(f"measuring at up to {samples} points"):
@@ -316,7 +327,7 @@ def reproduce(
         str, Option(help="folder for the results")
     ] = "runs/reproduced",
 ) -> int:
-    """Run an experiment of the paper; other options go to it."""
+    """Run an experiment of the paper. Other options are passed on to it."""
     from hdnn import experiments
 
     names: Sequence[str] = EXPERIMENTS
@@ -337,7 +348,7 @@ def report(
     out: Annotated[str, Option(help="HTML file to write")] = "report.html",
     overwrite: OverwriteFlag = False,
 ) -> None:
-    """Make one HTML page of runs: tables, curves, certificates; it needs no network."""
+    """Make one HTML page of runs. It needs no network."""
     from hdnn.app import report
     from hdnn.io import write_atomically
 
@@ -361,7 +372,7 @@ def play(
     ] = None,
     overwrite: OverwriteFlag = False,
 ) -> None:
-    """Open a page where an H2 and a perceptron learn side by side; it needs no network."""
+    """Watch two networks learn side by side in a browser. It needs no network."""
     from hdnn.app import play
 
     if out is None:
@@ -375,7 +386,7 @@ def play(
 
 @command("info", "info --json")
 def info(as_json: JsonFlag = False) -> None:
-    """Show versions, devices, extras and data: what is here and what is missing."""
+    """Show what is installed here, and what is missing."""
     from hdnn.app import info
 
     result = info.about()

@@ -40,7 +40,7 @@ def option(help: str, default: Any = None) -> Any:
 
 def many(help: str) -> Any:
     """An option that takes several names."""
-    return field(default_factory=list, metadata={"help": f"{help}: a,b"})
+    return field(default_factory=list, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +63,24 @@ class Config:
     )
     T: float | None = option("time that all layers span; a step is T / layers")
     activation: str | None = option(
-        "tanh, relu, sigmoid, softplus, gelu, silu, sin .."
+        "tanh, relu, sigmoid, softplus, gelu, silu, sin or identity"
     )
     epochs: int | None = option(
         "passes over the data (default: 50; for a file 120 or fewer, for images 40)"
     )
     batch: int | None = option("samples in a minibatch")
     learning_rate: float | None = option(
-        "of the first step; it falls to zero as a cosine"
+        "learning rate of the first step; it falls to zero"
     )
     weight_decay: float | None = option(
-        "of the hidden layers (for a file, held-out rows decide)"
+        "weight decay of the hidden layers (for a file, held-out rows decide)"
     )
     smoothness: float | None = option(
         "penalty on differences between neighbouring layers"
     )
     seed: int = option(
-        "of split, weights and order of the data (default: 0)", 0
+        "seed of the split, the weights and the order of the data (default: 0)",
+        0,
     )
 
     @classmethod
@@ -142,7 +143,7 @@ class FileOptions:
     categorical: list[str] = many("columns whose numbers are categories")  # noqa: RUF009
     task: str = option("auto (default), classification or regression", "auto")
     test_fraction: float | None = option(
-        "of the rows, kept for testing (default: 0.2)"
+        "fraction of the rows to test with (default: 0.2)"
     )
 
 
@@ -153,15 +154,17 @@ class PlaneConfig(Config):
     kind: ClassVar[str] = "planar"
 
     validation: float | None = option(
-        "fraction of the other rows to measure after each epoch"
+        "fraction of the training rows to hold out and measure after each epoch"
     )
     patience: int | None = option(
-        "end after this many epochs without a lower loss (of the held-out rows, with --validation)"
+        "stop after this many epochs without a lower loss (on held-out rows, with --validation)"
     )
     features: int | None = option(
         "size of a state (default: 4; for a file, from its columns)"
     )
-    solver: str | None = option("of the output layer: newton, adam or joint")
+    solver: str | None = option(
+        "how the output layer is trained: newton, adam or joint"
+    )
     ridge: float | None = option("penalty on the output layer")
     device: str = option("cpu (default), cuda or auto", "cpu")
 
@@ -224,7 +227,9 @@ class GraphConfig(FileOptions, Config):
         "swiss_roll",
     )
     layers: int | None = option("number of layers (default: 4)", 4)
-    solver: str | None = option("of the output layer: newton, adam or joint")
+    solver: str | None = option(
+        "how the output layer is trained: newton, adam or joint"
+    )
     ridge: float | None = option("penalty on the output layer")
     graph: dict | None = None  # the arguments of `hdnn.distributed.Graph`
 
@@ -239,7 +244,7 @@ class OutputOptions:
     out: str | None = option(
         "folder of the run (default: runs/DATA-NETWORK-LAYERS-SEED)"
     )
-    resume: bool = option("go on with the run in the folder", False)
+    resume: bool = option("continue the run in the folder", False)
     overwrite: bool = option("replace the run in the folder", False)
     json: bool = option("print one JSON object", False)
     quiet: bool = option("show no progress", False)
@@ -252,7 +257,9 @@ class RunOptions(OutputOptions):
     config: str | None = option(
         "TOML file with options under [train]; flags overrule it"
     )
-    seeds: int | None = option("train this many runs: seed, seed + 1 ..")
+    seeds: int | None = option(
+        "train this many runs, with seed, seed + 1, and so on"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +271,7 @@ class LaunchOptions(OutputOptions):
         "processes that share the nodes (default: one for each node)"
     )
     restarts: int | None = option(
-        "start again this many times after a process is lost"
+        "restart up to this many times after a process is lost"
     )
 
 

@@ -89,7 +89,7 @@ class Run:
                 self.how_to_resume if self.exists else "start with hdnn train."
             )
             raise CheckpointError(
-                f"{self.folder} holds no run that has ended; {hint}"
+                f"{self.folder} holds no finished run; {hint}"
             )
 
     def check_free(self) -> None:
@@ -98,7 +98,7 @@ class Run:
             self.folder.is_dir() and any(self.folder.iterdir())
         ):
             raise CheckpointError(
-                f"{self.folder} is not empty; go on with the run in it (--resume), replace it "
+                f"{self.folder} is not empty; continue the run in it (--resume), replace it "
                 "(--overwrite), or choose another folder with --out."
             )
 
@@ -137,7 +137,7 @@ class Run:
     @property
     def how_to_resume(self) -> str:
         command = "launch" if "graph" in self.options() else "train"
-        return f"go on with: hdnn {command} --resume --out {shlex.quote(str(self.folder))}"
+        return f"continue it with: hdnn {command} --resume --out {shlex.quote(str(self.folder))}"
 
     @contextmanager
     def opened(

@@ -103,7 +103,7 @@ def plan(values: Mapping[str, Any]) -> list[tuple[Config, Run]]:
             run.check_same(own)
             return [(run.config(), run)]
         if not own:
-            raise CheckpointError(f"there is no run in {out} to go on with.")
+            raise CheckpointError(f"there is no run in {out} to resume.")
     first = own.get("seed", 0)
     jobs = []
     for seed in range(first, first + count):
@@ -120,7 +120,7 @@ def check_folders(runs: list[Run], options: Mapping[str, Any]) -> None:
     """Refuse to write over runs unless asked to."""
     if "resume" in options and "overwrite" in options:
         raise OptionError(
-            "--resume goes on with a run and --overwrite replaces it; give one."
+            "--resume continues a run and --overwrite replaces it; give one."
         )
     if "resume" not in options and "overwrite" not in options:
         for run in runs:
