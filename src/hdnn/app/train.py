@@ -85,7 +85,7 @@ STEPS = 20  # in an epoch of few images
 SMALL = 8  # features, up to which a certificate looks at many points
 MANY = 1000
 FEW = 50
-IMAGES = 100  # to certify at
+IMAGES = 20  # to certify at
 
 
 def plan(values: Mapping[str, Any]) -> list[tuple[Config, Run]]:
@@ -495,6 +495,7 @@ def test_images(images: ImageData) -> Data:
     x = images.normalised(images.images_test, torch.float32)
     data = Data({"test": (x, images.t_test)}, target, images=images)
     data.points = x[:IMAGES]
+    data.samples = IMAGES
     data.place = f"test images of {images.name}"
     data.common = int(torch.bincount(images.t_train.cpu()).argmax())
     return data
@@ -577,7 +578,7 @@ def draw(
     plane = job.data.plane
     if plane is not None and job.certified is None:
         axes["decision_regions"] = plotting.decision_regions(job.model, plane)
-    if certificate is not None and certificate.by_layer:
+    if certificate is not None and (certificate.by_layer or certificate.parts):
         axes["norms"] = certificate.plot()
     for name, ax in axes.items():
         write_picture(ax.figure, folder / f"{name}.png")
