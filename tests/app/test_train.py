@@ -384,3 +384,14 @@ def test_the_shell_can_complete_commands(table):
         env=os.environ | asked,
     )
     assert done.stdout.split() == ["predict"]
+
+
+def test_help_is_quick_and_imports_no_torch(tmp_path):
+    program = "import sys; from hdnn.__main__ import main; main(['train', '--help']); "
+    program += "print('torch' in sys.modules)"
+    command = [sys.executable, "-X", "importtime", "-c", program]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ
+    )
+    assert "--learning-rate" in done.stdout
+    assert "<bool>" not in done.stdout
