@@ -249,6 +249,13 @@ def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
     return {"rows": rows, "identical": equal, "ok": equal}
 
 
+def found(result: dict[str, Any]) -> str:
+    undone = [row for row in result["rows"] if row["way"] == "undone"]
+    memory = [f"{row.get('mib', 0):.0f}" for row in undone]
+    depths = [str(row["depth"]) for row in undone]
+    return f"{', '.join(memory)} MiB with {', '.join(depths)} blocks that are undone"
+
+
 def page(result: dict[str, Any]) -> str:
     sizes = result["sizes"]
     lines = head("Deep transformers of coupled blocks", result)
@@ -277,4 +284,4 @@ def page(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command("blocks", __doc__, SIZES, run, page))
+    raise SystemExit(command("blocks", __doc__, SIZES, run, page, found=found))

@@ -548,6 +548,14 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
     }
 
 
+def found(result: dict[str, Any]) -> str:
+    count = len(result["faults"])
+    return (
+        f"{count - len(result['missed'])} of {count} faults found, {len(result['alarms'])} false "
+        f"alarms in {len(result['healthy'])} healthy models"
+    )
+
+
 def page(result: dict[str, Any]) -> str:
     faults = result["faults"]
     healthy = result["healthy"]
@@ -595,5 +603,7 @@ def cost(result: dict[str, Any]) -> list[str]:
 
 if __name__ == "__main__":
     raise SystemExit(
-        command("doctor", __doc__, SIZES, run, page, devices=("cpu",))
+        command(
+            "doctor", __doc__, SIZES, run, page, devices=("cpu",), found=found
+        )
     )
