@@ -1,8 +1,9 @@
-"""The index of results, and the rows of results in README.md and docs/index.md, from the JSON files.
+"""The index of results, and the rows in README.md and docs/index.md, from the JSON files.
 
-python benchmarks/index.py            # write them
+python benchmarks/index.py
 """
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import json
