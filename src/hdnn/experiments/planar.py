@@ -260,6 +260,7 @@ def found_one(result: dict[str, Any]) -> str:
             if recipe == "paper":
                 text += f", {runner.counted(rows, 'best')}"
             texts.append(f"{text}, {rows[0]['seeds']} seeds")
+    texts += [result["note"]] * ("note" in result)
     return "; ".join(texts)
 
 
@@ -271,7 +272,7 @@ def page_one(result: dict[str, Any]) -> str:
         "",
     ]
     if "note" in result:
-        page += [result["note"], ""]
+        page += [f"{result['note'].capitalize()}.", ""]
     for recipe, rows in result["recipes"].items():
         # The paper does not say whether its figures are means or best.
         what = "mean" if recipe == "ours" else "best"
