@@ -54,6 +54,14 @@ def tokens() -> Tensor:
     return torch.randn(8, 12, WIDTH)
 
 
+def usual_inputs(model: nn.Module) -> Tensor:
+    """Images, tokens or rows, by the first weight of the model."""
+    shape = next(model.parameters()).shape
+    if len(shape) == 4:
+        return images()
+    return ids() if shape[0] == 50 else rows()
+
+
 def lin(a: int = WIDTH, b: int = WIDTH) -> nn.Module:
     return nn.Linear(a, b)
 
@@ -239,20 +247,7 @@ def between(function: Callable[[Tensor], Tensor], sigma: Any = nn.ReLU) -> Any:
     )
 
 
-def frozen(model: nn.Module) -> nn.Module:
-    return model.requires_grad_(False)
-
-
-def no_grad(function: Callable[[Tensor], Tensor]) -> Any:
-    return torch.no_grad()(function)
-
-
-def pairs(model: nn.Module) -> nn.Module:
-    """A siamese network: the distance of two embeddings."""
-    return Net(lambda m, a, b: m.f(a) - m.f(b), f=model)
-
-
-# Each entry makes a model, and its inputs if they are not `rows()`.
+# Each entry makes a model, and its inputs if they are not `usual_inputs`.
 Maker = Callable[[], Any]
 
 # fmt: off
@@ -272,19 +267,15 @@ FAULTS: dict[str, Maker] = {
     "residual without norm": lambda: nn.Sequential(*(residual(mlp(1, gain=60.0, out=32)) for _ in range(8))),
     "dead bias": lambda: changed(mlp(), "6.bias", lambda b: b.fill_(-50.0)),
     "dead everywhere": lambda: (changed(mlp(), "", lambda w: w.copy_(-w.abs())), rows().abs()),
-    "dead convolution": lambda: (
-        classifier(changed(conv(3, 16), "1.bias", lambda b: b.fill_(-20.0)), conv(16, 16)), images()
-    ),
+    "dead convolution": lambda: classifier(changed(conv(3, 16), "1.bias", lambda b: b.fill_(-20.0)), conv(16, 16)),
     "dead GELU": lambda: changed(mlp(8, nn.GELU), "2.bias", lambda b: b.fill_(-40.0)),
     "dead ReLU6": lambda: changed(mlp(8, nn.ReLU6), "2.bias", lambda b: b.fill_(30.0)),
     "saturated sigmoid": lambda: changed(mlp(4, nn.Sigmoid), "2.bias", lambda b: b.fill_(30.0)),
     "saturated tanh": lambda: mlp(3, nn.Tanh, 1e4),
     "unscaled inputs": lambda: (mlp(3, nn.Tanh), 1e3 * rows()),
-    "certain attention": lambda: (
-        changed(language(encoder()), "body.layers.1.self_attn.in", lambda w: w.mul_(100.0)), ids()
-    ),
+    "certain attention": lambda: changed(language(encoder()), "body.layers.1.self_attn.in", lambda w: w.mul_(100.0)),
     "detach": lambda: between(Tensor.detach),
-    "no_grad": lambda: between(no_grad(torch.relu)),
+    "no_grad": lambda: between(torch.no_grad()(torch.relu)),
     "data": lambda: between(lambda x: x.data.relu()),
     "numpy": lambda: between(lambda x: torch.from_numpy(x.detach().numpy().clip(0))),
     "rounding": lambda: between(torch.round),
@@ -306,7 +297,7 @@ FAULTS: dict[str, Maker] = {
         c=lin(),
     ),
     "runs for nothing": lambda: Net(lambda m, x: (m.a(x), m.b(x))[1], a=lin(), b=lin()),
-    "all frozen by mistake": lambda: frozen(mlp()),
+    "all frozen by mistake": lambda: mlp().requires_grad_(False),
     "log of negatives": lambda: between(torch.log),
     "root at zero": lambda: between(lambda x: x + (x - x).sqrt()),
     "division by zero": lambda: between(lambda x: x / (x - x)),
@@ -329,74 +320,48 @@ HEALTHY: dict[str, Maker] = {
         nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.BatchNorm2d(8), nn.ReLU(),
         nn.ConvTranspose2d(8, 3, 4, 2, 1), nn.Tanh(),
     ),
-    "discriminator": lambda: (
-        classifier(nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 16, 4, 2, 1), nn.LeakyReLU(0.2)),
-        images(),
+    "discriminator": lambda: classifier(nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 16, 4, 2, 1), nn.LeakyReLU(0.2)),
+    "VGG": lambda: classifier(conv(3, 8), conv(8, 8), nn.MaxPool2d(2), conv(8, 16), conv(16, 16)),
+    "ResNet": lambda: classifier(conv(3, 16), *[residual(conv(16, 16), conv(16, 16)) for _ in range(6)]),
+    "pre-activation ResNet": lambda: classifier(
+        nn.Conv2d(3, 16, 3, padding=1),
+        *[residual(nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)) for _ in range(6)],
     ),
-    "VGG": lambda: (
-        classifier(conv(3, 8), conv(8, 8), nn.MaxPool2d(2), conv(8, 16), conv(16, 16)), images()
+    "DenseNet": lambda: classifier(conv(3, 8), dense(8, 8), dense(16, 8), dense(24, 8), width=32),
+    "depthwise, ReLU6": lambda: classifier(conv(3, 16), *[nn.Sequential(conv(16, 16, groups=16), nn.Conv2d(16, 16, 1), nn.ReLU6()) for _ in range(3)]),
+    "ConvNeXt": lambda: classifier(
+        nn.Conv2d(3, 16, 2, 2),
+        *[residual(nn.Conv2d(16, 16, 7, padding=3, groups=16), nn.GroupNorm(1, 16), nn.Conv2d(16, 64, 1), nn.GELU(), nn.Conv2d(64, 16, 1)) for _ in range(3)],
     ),
-    "ResNet": lambda: (
-        classifier(conv(3, 16), *[residual(conv(16, 16), conv(16, 16)) for _ in range(6)]), images()
+    "squeeze and excite": lambda: classifier(
+        conv(3, 16),
+        Net(lambda m, x: x * m.f(x.mean((2, 3)))[..., None, None], f=nn.Sequential(lin(16, 4), nn.ReLU(), lin(4, 16), nn.Sigmoid())),
     ),
-    "pre-activation ResNet": lambda: (
-        classifier(
-            nn.Conv2d(3, 16, 3, padding=1),
-            *[residual(nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)) for _ in range(6)],
-        ),
-        images(),
-    ),
-    "DenseNet": lambda: (
-        classifier(conv(3, 8), dense(8, 8), dense(16, 8), dense(24, 8), width=32), images()
-    ),
-    "depthwise, ReLU6": lambda: (
-        classifier(conv(3, 16), *[nn.Sequential(conv(16, 16, groups=16), nn.Conv2d(16, 16, 1), nn.ReLU6()) for _ in range(3)]),
-        images(),
-    ),
-    "ConvNeXt": lambda: (
-        classifier(
-            nn.Conv2d(3, 16, 2, 2),
-            *[residual(nn.Conv2d(16, 16, 7, padding=3, groups=16), nn.GroupNorm(1, 16), nn.Conv2d(16, 64, 1), nn.GELU(), nn.Conv2d(64, 16, 1)) for _ in range(3)],
-        ),
-        images(),
-    ),
-    "squeeze and excite": lambda: (
-        classifier(
-            conv(3, 16),
-            Net(lambda m, x: x * m.f(x.mean((2, 3)))[..., None, None], f=nn.Sequential(lin(16, 4), nn.ReLU(), lin(4, 16), nn.Sigmoid())),
-        ),
-        images(),
-    ),
-    "U-Net": lambda: (unet(), images()),
+    "U-Net": lambda: unet(),
     "convolutions in one dimension": lambda: (
         nn.Sequential(nn.Conv1d(3, 16, 5), nn.ReLU(), nn.Conv1d(16, 16, 5), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)),
         torch.randn(8, 3, 32),
     ),
-    "HamiltonianUnit": lambda: (
-        classifier(nn.Conv2d(3, 16, 1), hdnn.HamiltonianUnit(16, 4)), images()
-    ),
+    "HamiltonianUnit": lambda: classifier(nn.Conv2d(3, 16, 1), hdnn.HamiltonianUnit(16, 4)),
     "H2": lambda: nn.Sequential(lin(), hdnn.H2(WIDTH, 64), lin()),
     "encoder, post-norm": lambda: (encoder(), tokens()),
     "encoder, pre-norm": lambda: (encoder(6, norm_first=True), tokens()),
-    "BERT": lambda: (language(encoder(activation="gelu")), ids()),
-    "GPT": lambda: (language(encoder(norm_first=True), causal=True), ids()),
-    "GPT, tied embeddings": lambda: (language(encoder(norm_first=True), True, True), ids()),
-    "ViT": lambda: (
-        Net(
-            lambda m, x: m.head(m.body(m.patch(x).flatten(2).mT).mean(1)),
-            patch=nn.Conv2d(3, WIDTH, 4, 4), body=encoder(norm_first=True), head=lin(WIDTH, 5),
-        ),
-        images(),
+    "BERT": lambda: language(encoder(activation="gelu")),
+    "GPT": lambda: language(encoder(norm_first=True), causal=True),
+    "GPT, tied embeddings": lambda: language(encoder(norm_first=True), True, True),
+    "ViT": lambda: Net(
+        lambda m, x: m.head(m.body(m.patch(x).flatten(2).mT).mean(1)),
+        patch=nn.Conv2d(3, WIDTH, 4, 4), body=encoder(norm_first=True), head=lin(WIDTH, 5),
     ),
     "MLP-mixer": lambda: (mixer(), tokens()),
-    "RNN": lambda: (recurrent(nn.RNN), ids()),
-    "LSTM": lambda: (recurrent(nn.LSTM), ids()),
-    "GRU": lambda: (recurrent(nn.GRU), ids()),
+    "RNN": lambda: recurrent(nn.RNN),
+    "LSTM": lambda: recurrent(nn.LSTM),
+    "GRU": lambda: recurrent(nn.GRU),
     "autoencoder": lambda: nn.Sequential(lin(), nn.ReLU(), lin(WIDTH, 4), lin(4), nn.ReLU(), lin()),
     "normalising flow": lambda: flow(),
     "mixture of experts": lambda: experts(False),
     "several heads": lambda: Net(lambda m, x: {"a": m.a(m.body(x)), "b": m.b(m.body(x))}, body=mlp(3, out=WIDTH), a=lin(), b=lin(WIDTH, 1)),
-    "siamese": lambda: (pairs(mlp(3)), (rows(), rows())),
+    "siamese": lambda: (Net(lambda m, a, b: m.f(a) - m.f(b), f=mlp(3)), (rows(), rows())),
     "GCN": lambda: graph("GCNConv"),
     "GAT": lambda: graph("GATConv"),
     "GIN": lambda: graph("GINConv"),
@@ -411,7 +376,7 @@ def examined(make: Maker, seed: int) -> dict[str, Any]:
         made = make()
     except ImportError as error:
         return {"skipped": str(error)}
-    model, x = made if isinstance(made, tuple) else (made, rows())
+    model, x = made if isinstance(made, tuple) else (made, usual_inputs(made))
     try:
         diagnosis = hdnn.diagnose(model, x)
     except HDNNError as error:
