@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 SECTIONS = {
     "The paper's tables and figures": ("table-", "ring", "fig-"),
-    "Guarantees and gradients": ("cert", "contrast", "deep", "grad", "sens"),
-    "Speed and memory": ("engine", "training", "blocks", "images"),
+    "Guarantees and gradients": ("cert", "contrast", "deep", "grad"),
+    "Speed and memory": ("engine", "blocks", "images"),
     "Tables, runs, closed loops and the doctor": ("",),
 }
 ABOUT = """# Results

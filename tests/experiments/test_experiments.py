@@ -96,7 +96,6 @@ def small(monkeypatch):
         {"double_moons": {"copies": 1, "moved": 0.1, "starts": 1}},
     )
     monkeypatch.setattr(planar, "TRIED", (0.8, 1.2))
-    monkeypatch.setattr(planar, "ROUNDS", ((2, range(1000, 1001)),))
 
 
 def test_table_one_is_written_as_json_and_as_a_page(
@@ -110,11 +109,15 @@ def test_table_one_is_written_as_json_and_as_a_page(
         str(tmp_path / "runs"),
         "--seeds",
         "1",
+        "--tries",
+        "1",
     ]
     monkeypatch.setitem(planar.PAPER, "epochs", 1)
     assert experiments.main("table-planar", [*options, "--processes", "1"]) == 0
     result = json.loads((tmp_path / "table-planar.json").read_text())
-    assert result["command"] == "hdnn reproduce table-planar --seeds 1"
+    assert result["command"] == (
+        "hdnn reproduce table-planar --seeds 1 --tries 1"
+    )
     assert set(result["recipes"]) == {"paper", "ours"}
     assert len(result["recipes"]["ours"]) == 5
     page = (tmp_path / "table-planar.md").read_text()
