@@ -8,8 +8,9 @@ autocast itself, so that it reaches every contestant. Memory is the
 peak of a training step beyond parameters and their gradients, at several depths. Seconds are those
 of a step, all contestants in turns in one process: layers that are undone (`hdnn`, with states in
 float32 and on the grid), stored states, `torch.utils.checkpoint` of each block, also with states
-moved to the CPU, and the same blocks by revlib and memcnn, where these are installed. At the end, the gradients of undone layers on the
-grid, with dropout, are compared with those of stored ones, bit by bit.
+moved to the CPU, and the same blocks by revlib and memcnn, where these are installed.
+At the end, the gradients of undone layers on the grid, with dropout, are compared with
+those of stored ones, bit by bit.
 """
 
 from __future__ import annotations
