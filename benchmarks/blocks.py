@@ -3,12 +3,14 @@
     python benchmarks/blocks.py --device cuda --out docs/results
     python benchmarks/blocks.py --quick                            # does it run? on a CPU
 
-A GPT of coupled blocks (p += attention(q), q += MLP(p)), trained in bf16 autocast. Memory is the
+A GPT of coupled blocks (p += attention(q), q += MLP(p)), trained in bf16: each submodule enters
+autocast itself, so that it reaches every contestant. Memory is the
 peak of a training step beyond parameters and their gradients, at several depths. Seconds are those
 of a step, all contestants in turns in one process: layers that are undone (`hdnn`, with states in
-float32 and on the grid), stored states, `torch.utils.checkpoint` of each block, and the same blocks
-by revlib and memcnn, where these are installed. At the end, the gradients of undone layers on the
-grid, with dropout, are compared with those of stored ones, bit by bit.
+float32 and on the grid), stored states, `torch.utils.checkpoint` of each block, also with states
+moved to the CPU, and the same blocks by revlib and memcnn, where these are installed.
+At the end, the gradients of undone layers on the grid, with dropout, are compared with
+those of stored ones, bit by bit.
 """
 
 from __future__ import annotations
@@ -65,21 +67,44 @@ def mlp(d: int, drop: float = 0.0) -> nn.Module:
     return nn.Sequential(*parts, nn.Dropout(drop))
 
 
+class Autocast(nn.Module):
+    """A module that runs in bf16 autocast, whoever calls it, and returns float32."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.body(x).float()
+
+
 def pairs(
     d: int, depth: int, drop: float = 0.0
 ) -> list[tuple[nn.Module, nn.Module]]:
     torch.manual_seed(0)
-    return [(Attention(d, drop=drop), mlp(d, drop)) for _ in range(depth)]
+    both = []
+    for _ in range(depth):
+        attention = Autocast(Attention(d, drop=drop))
+        both.append((attention, Autocast(mlp(d, drop))))
+    return both
 
 
 class Checkpointed(nn.Module):
-    """The same blocks, each by `torch.utils.checkpoint`."""
+    """The same blocks, each by `torch.utils.checkpoint`; `offload` moves states to the CPU."""
 
-    def __init__(self, blocks: list[hdnn.Coupling]) -> None:
+    def __init__(self, blocks: list[hdnn.Coupling], offload: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        self.offload = offload
 
     def forward(self, y: Tensor) -> Tensor:
+        if not self.offload:
+            return self.run(y)
+        with torch.autograd.graph.save_on_cpu(pin_memory=y.is_cuda):
+            return self.run(y)
+
+    def run(self, y: Tensor) -> Tensor:
         for block in self.blocks:
             y = checkpoint(block, y, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
         return y
@@ -119,8 +144,11 @@ def ours(backprop: str, state: str = "float") -> Callable[[Pairs], nn.Module]:
     return make
 
 
-def checkpointed(both: Pairs) -> nn.Module:
-    return Checkpointed([hdnn.Coupling(*pair) for pair in both])
+def checkpointed(offload: bool) -> Callable[[Pairs], nn.Module]:
+    def make(both: Pairs) -> nn.Module:
+        return Checkpointed([hdnn.Coupling(*pair) for pair in both], offload)
+
+    return make
 
 
 WAYS: dict[str, Callable[[Pairs], nn.Module]] = {
@@ -128,7 +156,8 @@ WAYS: dict[str, Callable[[Pairs], nn.Module]] = {
     "undone, on the grid": ours("reversible", "fixed"),
     "stored": ours("stored"),
     "stored, on the grid": ours("stored", "fixed"),
-    "torch.utils.checkpoint": checkpointed,
+    "torch.utils.checkpoint": checkpointed(False),
+    "torch.utils.checkpoint, offloaded": checkpointed(True),
     "revlib": revlib_net,
     "memcnn": memcnn_net,
 }
@@ -145,9 +174,7 @@ def step_of(net: nn.Module, y: Tensor) -> Callable[[], None]:
     def step() -> None:
         for p in parameters:
             p.grad = None
-        with torch.autocast(y.device.type, torch.bfloat16):
-            out = net(y.clone())
-        out.float().square().mean().backward()
+        net(y.clone()).square().mean().backward()
 
     return step
 
@@ -202,8 +229,7 @@ def identical(depth: int, sizes: dict[str, Any], device: str) -> bool:
     for backprop in ("reversible", "stored"):
         net.backprop = backprop
         torch.manual_seed(1)
-        with torch.autocast(device, torch.bfloat16):
-            loss = net(y).float().square().mean()
+        loss = net(y).square().mean()
         gradients.append(torch.autograd.grad(loss, [y, *net.parameters()]))
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -249,6 +275,13 @@ def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
     return {"rows": rows, "identical": equal, "ok": equal}
 
 
+def found(result: dict[str, Any]) -> str:
+    undone = [row for row in result["rows"] if row["way"] == "undone"]
+    memory = [f"{row.get('mib', 0):.0f}" for row in undone]
+    depths = [str(row["depth"]) for row in undone]
+    return f"{', '.join(memory)} MiB with {', '.join(depths)} blocks that are undone"
+
+
 def page(result: dict[str, Any]) -> str:
     sizes = result["sizes"]
     lines = head("Deep transformers of coupled blocks", result)
@@ -277,4 +310,4 @@ def page(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command("blocks", __doc__, SIZES, run, page))
+    raise SystemExit(command("blocks", __doc__, SIZES, run, page, found=found))

@@ -136,6 +136,16 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
     }
 
 
+def found(result: dict[str, Any]) -> str:
+    holds = 0
+    for name, count in result["counts"].items():
+        holds += count * name.endswith(", holds")
+    return (
+        f"{result['networks']:,} networks, {holds:,} with a guarantee that holds; "
+        f"{len(result['violations'])} violations"
+    )
+
+
 def page(result: dict[str, Any]) -> str:
     lines = head("Certificates of random networks", result)
     lines += [
@@ -163,5 +173,13 @@ def page(result: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     raise SystemExit(
-        command("certificates", __doc__, SIZES, run, page, devices=("cpu",))
+        command(
+            "certificates",
+            __doc__,
+            SIZES,
+            run,
+            page,
+            devices=("cpu",),
+            found=found,
+        )
     )

@@ -7,8 +7,9 @@ All that is compared runs in one process and in turns, so that slow drifts of th
 turn is as many steps as fill about 30 ms; the time of a step is that of its turn over the number of
 steps, a ratio is taken turn by turn, and medians and quartiles are over the turns. A step is a
 forward and a backward pass by default. "Plain" is the fastest loop that was found in plain PyTorch
-(`rivals.py`); "products" are the matrix products of a step alone, which no program can do without;
-"compiled" is the network inside `torch.compile`.
+(`PLAIN`); "products" are the matrix products of a step alone, which no program can do without;
+"inside compile" is the network inside `torch.compile`, and "plain, compiled" the plain loop
+by `torch.compile(mode="reduce-overhead")`, which is a CUDA graph.
 
 Other programs do not slow all contestants alike. The last line says how much of the machine they
 used; keep figures only if that is next to nothing.
@@ -16,25 +17,32 @@ used; keep figures only if that is next to nothing.
 
 from __future__ import annotations
 
-import argparse
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import report
 import torch
-from rivals import PLAIN, H, Row, Step, say, step_of, weights
+from report import say
+from torch import Tensor
 
 import hdnn
 from hdnn import functional
 
 BLOCK = 0.03  # seconds of a turn
+H = 0.1  # the step of every layer
+
+Step = Callable[[], object]
+Row = dict[str, Any]
 
 # kind, features, batch, layers, precision, the ratio to the plain loop that is aimed at
-SIZES: dict[str, list[tuple[Any, ...]]] = {
+STACKS: dict[str, list[tuple[Any, ...]]] = {
     "cpu": [
         ("h2", 4, 125, 64, "ieee", 25.0),
         ("h2", 16, 125, 64, "ieee", 15.0),
@@ -56,10 +64,72 @@ SIZES: dict[str, list[tuple[Any, ...]]] = {
         ("h1", 1024, 8192, 64, "tf32", 2.0),
     ],
 }
-DEPTHS = (16, 256, 4096)  # layers whose memory is measured
+SIZES: dict[str, dict[str, Any]] = {
+    "full": {
+        "seconds": 3.0,
+        "stacks": 10,
+        "depths": (16, 256, 4096),
+        "first": "yes",
+    },
+    "quick": {"seconds": 0.1, "stacks": 2, "depths": (16,), "first": "no"},
+}
 
 
 # Contestants
+
+
+def weights(kind: str, n: int, batch: int, N: int, device: str) -> list[Tensor]:
+    """y and the weights of a stack, all with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    features = n if kind == "h1" else n // 2
+    count = 1 if kind == "h1" else 2
+    shapes = count * [(N, features, features)] + count * [(N, features)]
+    tensors = [torch.randn(batch, n, generator=generator)]
+    for shape in shapes:
+        scale = features**-0.5 if len(shape) == 3 else 0.1
+        tensors.append(scale * torch.randn(shape, generator=generator))
+    return [tensor.to(device).requires_grad_() for tensor in tensors]
+
+
+def plain_h2(
+    y: Tensor, K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, h: float
+) -> Tensor:
+    """The loop that ratios refer to.
+
+    The stacks are taken apart once (the gradient of K_p[j] would be a whole stack for each j), and
+    each shear is two fused products with one activation between them.
+    """
+    p, q = y.chunk(2, -1)
+    layers = zip(
+        K_p.unbind(), K_q.unbind(), b_p.unbind(), b_q.unbind(), strict=True
+    )
+    for Kp, Kq, bp, bq in layers:
+        p = torch.addmm(p, torch.addmm(bq, q, Kq.T).tanh(), Kq, alpha=-h)
+        q = torch.addmm(q, torch.addmm(bp, p, Kp.T).tanh(), Kp, alpha=h)
+    return torch.cat([p, q], -1)
+
+
+def plain_h1(y: Tensor, K: Tensor, b: Tensor, h: float) -> Tensor:
+    """The same for forward Euler, with K J^T made once for all layers."""
+    K_p, K_q = K.chunk(2, -1)
+    moves = torch.cat([-K_q, K_p], -1)
+    for Kj, bj, Vj in zip(K.unbind(), b.unbind(), moves.unbind(), strict=True):
+        y = torch.addmm(y, torch.addmm(bj, y, Kj.T).tanh(), Vj, alpha=h)
+    return y
+
+
+PLAIN: dict[str, Callable[..., Tensor]] = {"h1": plain_h1, "h2": plain_h2}
+
+
+def step_of(forward: Callable[[], Tensor], leaves: list[Tensor]) -> Step:
+    """A training step without the optimiser; gradients start from None, as after zero_grad."""
+
+    def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        forward().sum().backward()
+
+    return step
 
 
 def default(kind: str, tensors: list[Any]) -> Step:
@@ -75,6 +145,17 @@ def compiled(kind: str, tensors: list[Any]) -> Step:
     torch._dynamo.reset()
     function = torch.compile(getattr(functional, kind), fullgraph=True)
     return step_of(lambda: function(*tensors, H), tensors)
+
+
+def plain_compiled(kind: str, tensors: list[Any]) -> Step:
+    """The plain loop compiled, in a CUDA graph."""
+    loop = torch.compile(PLAIN[kind], mode="reduce-overhead")
+
+    def forward() -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return loop(*tensors, H)
+
+    return step_of(forward, tensors)
 
 
 def products(kind: str, tensors: list[Any]) -> Step:
@@ -139,6 +220,8 @@ def compare(size: tuple[Any, ...], device: str, seconds: float) -> Row:
     tensors = weights(kind, n, batch, N, device)
     steps = {"hdnn": default(kind, tensors), "plain": plain(kind, tensors)}
     steps["products"] = products(kind, tensors)
+    if device == "cuda":
+        steps["plain, compiled"] = plain_compiled(kind, tensors)
     if n <= 64 and N <= 64:
         steps["compiled"] = compiled(kind, tensors)
     times = in_turns(steps, device, seconds)
@@ -163,7 +246,7 @@ def compare(size: tuple[Any, ...], device: str, seconds: float) -> Row:
 MEMORY = """
 import resource, sys, torch
 sys.path.insert(0, {here!r})
-from rivals import H, weights
+from engine import H, weights
 from hdnn import functional
 tensors = weights("h2", 16, 4000, {N}, {device!r})
 for _ in range(2):
@@ -188,8 +271,6 @@ print(time.perf_counter() - after)
 
 
 def in_process(code: str, **environment: str) -> float:
-    import os
-
     command = [sys.executable, "-c", code]
     variables = os.environ | environment
     done = subprocess.run(
@@ -240,8 +321,6 @@ def accuracy(device: str) -> Row:
 
 def first_call() -> Row:
     """Seconds of the first step with no compiled kernel on disk, and with."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         cold, warm = (
             in_process(FIRST, NUMBA_CACHE_DIR=folder) for _ in range(2)
@@ -253,18 +332,17 @@ def first_call() -> Row:
 # The page and the command
 
 
+def found(result: dict[str, Any]) -> str:
+    ratios = [row["ratio"] for row in result["speed"]]
+    return (
+        f"{min(ratios):.1f} to {max(ratios):.0f} times as fast as the plain loop, "
+        f"{len(ratios)} stacks"
+    )
+
+
 def page(result: dict[str, Any]) -> str:
-    about = report.on_one_line(result["machine"])
-    lines = [
-        f"# Engine, on {result['machine']['machine']}",
-        "",
-        f"`{result['command']}`, {about}",
-    ]
-    if result["others_cores"] is not None:
-        lines[-1] += (
-            f"; other programs took {result['others_cores']:.2f} cores meanwhile"
-        )
-    names = ("hdnn", "plain", "products", "compiled")
+    lines = report.head(f"Engine, on {result['machine']['machine']}", result)
+    names = ("hdnn", "plain", "plain, compiled", "products", "compiled")
     rows = []
     for row in result["speed"]:
         low, high = row["quartiles"]
@@ -275,7 +353,8 @@ def page(result: dict[str, Any]) -> str:
         missed = " (missed)" if row["ratio"] < row["target"] else ""
         ratio = f"{row['ratio']:.1f} ({low:.1f} to {high:.1f})"
         rows.append([row["what"], *times, ratio, f"{row['target']:g}{missed}"])
-    head = "stack | hdnn, ms | plain loop | products alone | compiled | plain / hdnn | target"
+    head = "stack | hdnn, ms | plain loop | plain, compiled | products alone | inside compile | "
+    head += "plain / hdnn | target"
     lines += report.table(head, rows)
     lines += [
         "",
@@ -295,49 +374,22 @@ def page(result: dict[str, Any]) -> str:
     if first is not None:
         text = f"First step without compiled kernels on disk: {first['cold']:.1f} s"
         lines += ["", f"{text}; with them {first['warm']:.2f} s."]
-    return "\n".join(lines) + "\n"
+    return report.text_of(lines)
+
+
+def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
+    stacks = STACKS[device][: sizes["stacks"]]
+    first = device == "cpu" and sizes["first"] == "yes"
+    return {
+        "speed": [compare(size, device, sizes["seconds"]) for size in stacks],
+        "accuracy": accuracy(device),
+        "memory": memory(device, sizes["depths"]),
+        "first": first_call() if first else None,
+    }
 
 
 def main() -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, help="time for each comparison"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder for engine-DEVICE.json and .md"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="does it run? The figures are rough",
-    )
-    options = parser.parse_args()
-    device = options.device
-    if device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device is available; use --device cpu", file=sys.stderr)
-        return 2
-    before = report.processor_time()
-    sizes = SIZES[device][:2] if options.quick else SIZES[device]
-    seconds = 0.1 if options.quick else options.seconds
-    result: dict[str, Any] = {
-        "command": f"python benchmarks/engine.py --device {device}"
-        + " --quick" * options.quick,
-        "machine": report.machine(device),
-        "speed": [compare(size, device, seconds) for size in sizes],
-        "accuracy": accuracy(device),
-        "memory": memory(device, DEPTHS[:1] if options.quick else DEPTHS),
-        "first": first_call()
-        if device == "cpu" and not options.quick
-        else None,
-    }
-    result["others_cores"] = report.taken_by_others(before)
-    say(
-        f"other programs took {result['others_cores'] or 0:.2f} cores (keep figures if <= 0.05)"
-    )
-    report.keep(result, page(result), f"engine-{device}", options.out)
-    return 0
+    return report.command("engine", __doc__, SIZES, run, page, found=found)
 
 
 if __name__ == "__main__":

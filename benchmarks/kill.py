@@ -132,6 +132,10 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
     }
 
 
+def found(result: dict[str, Any]) -> str:
+    return f"{result['same']} of {len(result['rows'])} trainings end with the same bits"
+
+
 def page(result: dict[str, Any]) -> str:
     kills = result["sizes"]["kills"]
     lines = head("Killed and resumed", result)
@@ -154,5 +158,7 @@ def page(result: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     raise SystemExit(
-        command("kill", __doc__, SIZES, run, page, devices=("cpu",))
+        command(
+            "kill", __doc__, SIZES, run, page, devices=("cpu",), found=found
+        )
     )

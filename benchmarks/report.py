@@ -26,11 +26,13 @@ def command(
     run: Callable[[dict[str, Any], str], Result],
     page: Callable[[Result], str],
     devices: tuple[str, ...] = ("cpu", "cuda"),
+    found: Callable[[Result], str] | None = None,
 ) -> int:
     """Run a benchmark with its sizes "full" or "quick"; print its page and keep it.
 
-    Each size that is a number or a text is an option of the command line. The exit status is 1 if
-    the result says `"ok": False`, 2 if there is no GPU and one is needed.
+    Each size that is a number or a text is an option of the command line. `found` says in a few
+    words what came out, for the index of results. The exit status is 1 if the result says
+    `"ok": False`, 2 if there is no GPU and one is needed.
     """
     options = _parsed(about, sizes["full"], devices)
     device = options.pop("device")
@@ -55,6 +57,8 @@ def command(
     result["command"] = " ".join(words)
     result["machine"] = machine(device)
     result["others_cores"] = taken_by_others(before)
+    if found is not None:
+        result["found"] = found(result)
     text = page(result)
     print(text)
     keep(result, text, name if devices == ("cpu",) else f"{name}-{device}", out)

@@ -5,6 +5,7 @@ The cells of tutorials are run when the site is built (docs/site/tutorials.py).
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -100,6 +101,19 @@ def test_all_results_are_listed_with_their_commands():
         if page.name != "index.md"
     ]
     assert sorted(listed) == sorted(pages)
+
+
+def test_index_and_readme_repeat_what_the_results_found(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    index = importlib.import_module("index")
+    for page, text in index.pages().items():
+        assert page.read_text("utf-8") == text, "python benchmarks/index.py"
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for name in ("table-planar", "doctor"):
+        assert f"({name}.md) | `" in index.index(index.results())
+        assert f"results/{name}.md) | {index.results()[name]['found']} |" in (
+            readme
+        )
 
 
 def test_every_test_that_the_guide_to_the_paper_names_is_there():

@@ -94,7 +94,7 @@ def test_a_program_that_needs_a_gpu_says_so(program, monkeypatch, capsys):
 
 @pytest.mark.parametrize("kind", ["h1", "h2"])
 def test_the_plain_loop_computes_what_the_library_computes(program, kind):
-    rivals = program("rivals")
+    rivals = program("engine")
     tensors = [
         t.detach().double() for t in rivals.weights(kind, 6, 5, 7, "cpu")
     ]

@@ -165,6 +165,21 @@ def table_three(options: Any) -> dict[str, Any]:
     return {"seeds": options.seeds, "epochs": options.epochs, "rows": table}
 
 
+def found_three(result: dict[str, Any]) -> str:
+    texts = []
+    for by in dict.fromkeys(row["by"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["by"] == by]
+        count = sum(row["reached"] for row in rows)
+        best = max(
+            row["test"]["mean"] for row in rows if row["network"] == "h1"
+        )
+        name = "the paper's recipe" if by == "paper" else "our recipe"
+        texts.append(
+            f"by {name} {count} of {len(rows)} means at or above their target, H1 up to {best:.2f}%"
+        )
+    return f"{'; '.join(texts)}; {result['seeds']} seeds"
+
+
 def page_three(result: dict[str, Any]) -> str:
     rows = []
     for row in result["rows"]:
@@ -258,6 +273,14 @@ def draw_curves(rows: list[dict[str, Any]]) -> Any:
     ax.grid(alpha=0.3)
     finish(ax, 2, xlabel="epoch", ylabel="accuracy in %", ylim=(60, 100))
     return figure
+
+
+def found_four(result: dict[str, Any]) -> str:
+    means = [
+        f"{TITLES[row['network']]} {row['test']['mean']:.2f}%"
+        for row in result["rows"]
+    ]
+    return f"{', '.join(means)} after {result['rows'][0]['epochs']} epochs"
 
 
 def page_four(result: dict[str, Any]) -> str:
@@ -405,6 +428,12 @@ def draw_extremes(rows: list[dict[str, Any]]) -> Any:
     return figure
 
 
+def found_cifar(result: dict[str, Any]) -> str:
+    promised = [row for row in result["rows"] if row["promised"]]
+    least = min(min(map(min, row["largest"])) for row in promised)
+    return f"smallest norm where one is promised: {least:.4g}"
+
+
 def page_cifar(result: dict[str, Any]) -> str:
     rows = []
     for row in result["rows"]:
@@ -447,12 +476,14 @@ EXPERIMENTS = {
         {"seeds": 5, "recipes": ["paper", "ours"], **COMMON},
         table_three,
         page_three,
+        found_three,
     ),
     "table-cifar": Experiment(
         "Table IV: CIFAR-10 by networks of less than a million parameters, and by AlexNet.",
         {"seeds": 3, "networks": list(TITLES), **COMMON},
         table_four,
         page_four,
+        found_four,
     ),
     "fig-cifar": Experiment(
         "Extreme singular values of dy_N/dy_j in the trained networks of the CIFAR-10 table.",
@@ -464,5 +495,6 @@ EXPERIMENTS = {
         },
         figure_cifar,
         page_cifar,
+        found_cifar,
     ),
 }

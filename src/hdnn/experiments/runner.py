@@ -32,12 +32,14 @@ class Experiment(NamedTuple):
     """A table or a figure: its options with their defaults, its result, and the page of it.
 
     `make` gets the options, with the name of the experiment and the folder `out` for pictures.
+    `found` is the result in a few words, for the index of results.
     """
 
     about: str
     defaults: dict[str, Any]
     make: Callable[[Any], dict[str, Any]]
     page: Callable[[dict[str, Any]], str]
+    found: Callable[[dict[str, Any]], str]
 
 
 def run(name: str, experiment: Experiment, argv: list[str]) -> int:
@@ -51,6 +53,7 @@ def run(name: str, experiment: Experiment, argv: list[str]) -> int:
     }
     result.setdefault("seconds", round(time.perf_counter() - start, 1))
     options.out.mkdir(parents=True, exist_ok=True)
+    result["found"] = experiment.found(result)
     page = experiment.page(result)
     file = options.out / result.get("file", name)
     io.write_json(file.with_suffix(".json"), result)
@@ -204,7 +207,7 @@ def spread(values: dict[str, Any]) -> str:
 
 
 def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
-    """How many of these rows have `what` at or above the paper's figure, in a sentence.
+    """How many of these rows have `what` at or above the paper's figure, in words.
 
     Where the paper prints 100, without decimals, 99.95 may have been meant.
     """
@@ -215,9 +218,9 @@ def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
         rounded += reached(
             row[what], ROUNDED if row["paper"] == 100 else row["paper"]
         )
+    count = f"{strictly} of {len(rows)} {what}s at or above the paper's"
     return (
-        f"{strictly} of {len(rows)} cells have their {what} at or above the paper's figure; "
-        f"within rounding, {ROUNDED} being 100, it is {rounded}."
+        f"{count} ({rounded} within rounding)" if rounded > strictly else count
     )
 
 
