@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import mpmath
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import hdnn
 from hdnn import activations, functional, implicit
@@ -73,6 +76,42 @@ def test_the_integral_is_zero_at_zero_and_can_be_differentiated_twice_there(
     if name not in ("relu", "identity"):
         (second,) = torch.autograd.grad(first.sum(), zero)
         torch.testing.assert_close(second, sigma.slope(zero))
+
+
+INTEGRALS = {
+    "gelu": lambda x: (
+        0.25
+        + (x * (x * mpmath.ncdf(x) + mpmath.npdf(x)) - mpmath.ncdf(x)) / 2
+    ),
+    "identity": lambda x: x * x / 2,
+    "relu": lambda x: max(x, 0) ** 2 / 2,
+    "sigmoid": lambda x: mpmath.log1p(mpmath.exp(x)) - mpmath.log(2),
+    "silu": lambda x: (
+        x * mpmath.log1p(mpmath.exp(x)) - INTEGRALS["softplus"](x)
+    ),
+    "sin": lambda x: 1 - mpmath.cos(x),
+    "softplus": lambda x: (
+        -mpmath.polylog(2, -mpmath.exp(x)) - mpmath.pi**2 / 12
+    ),
+    "tanh": lambda x: mpmath.log(mpmath.cosh(x)),
+}
+
+
+@ALL
+@settings(max_examples=25, deadline=None)
+@given(st.floats(-14, 0.7), st.sampled_from([-1, 1]))
+def test_integral_and_gradient_are_exact_to_rounding_of_their_own_size(
+    name, exponent, sign
+):
+    x = sign * 10**exponent
+    with mpmath.workdps(50):
+        exact = float(INTEGRALS[name](mpmath.mpf(x)))
+    sigma = activations.get(name)
+    y = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+    integral = sigma.integral(y)
+    assert float(integral.detach()) == pytest.approx(exact, rel=1e-14, abs=0)
+    (gradient,) = torch.autograd.grad(integral, y)
+    torch.testing.assert_close(gradient, sigma(y), rtol=1e-13, atol=0)
 
 
 @ALL

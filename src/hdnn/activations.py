@@ -101,8 +101,11 @@ def _tanh_slope(x: Tensor) -> Tensor:
 
 
 def _tanh_integral(x: Tensor) -> Tensor:
-    a = _magnitude(x)
-    return a + _softplus(-2 * a) - math.log(2)  # log cosh x without overflow
+    """log cosh x, without overflow, to rounding of its value even where that is tiny."""
+    size = _magnitude(x)
+    near = 0.5 * torch.log1p(torch.sinh(x.clamp(-1, 1)) ** 2)
+    far = size + _softplus(-2 * size) - math.log(2)
+    return torch.where(size < 1, near, far)
 
 
 def _relu_slope(x: Tensor) -> Tensor:
@@ -113,8 +116,14 @@ def _sigmoid_slope(x: Tensor) -> Tensor:
     return torch.sigmoid(x) * torch.sigmoid(-x)
 
 
-# Li2(1 - exp(-u)) = u - u^2/4 + sum_k B_2k u^(2k+1) / (2k+1)!, B_2k the Bernoulli numbers:
-# for |u| <= log 2 each term is 80 times smaller than the one before.
+def _sigmoid_integral(x: Tensor) -> Tensor:
+    near = 0.5 * x + _tanh_integral(0.5 * x)
+    return torch.where(x > -1, near, _softplus(x) - math.log(2))
+
+
+# The Bernoulli numbers B_2, B_4, .., for two series of the integral of softplus:
+# far from 0, Li2(1 - exp(-u)) = u - u^2/4 + sum_k B_2k u^(2k+1) / (2k+1)! with |u| <= log 2;
+# near 0, where differences of Li2 lose digits, that of the integral of log cosh(x/2).
 _BERNOULLI = (
     1 / 6,
     -1 / 30,
@@ -125,17 +134,41 @@ _BERNOULLI = (
     7 / 6,
     -3617 / 510,
 )
+_DILOGARITHM = [
+    B / math.factorial(2 * k + 1) for k, B in enumerate(_BERNOULLI, 1)
+]
+_LOG_COSH = [
+    (4**k - 1) / (2 * k) * term for k, term in enumerate(_DILOGARITHM, 1)
+]
+# x phi(x) - (Phi(x) - 1/2) = -x^3/sqrt(2 pi) sum_k (-x^2/2)^k / (k! (2k+3)), in powers of x^2.
+_NORMAL = [
+    -((-0.5) ** k) / (math.factorial(k) * (2 * k + 3) * math.sqrt(2 * math.pi))
+    for k in range(10)
+]
+
+
+def _odd_series(coefficients: Sequence[float], x: Tensor) -> Tensor:
+    """The sum of `coefficients[k] x^(2k+3)`."""
+    square = x * x
+    total = torch.zeros_like(x)
+    for coefficient in reversed(coefficients):
+        total = total * square + coefficient
+    return total * square * x
+
+
+def _near_zero(x: Tensor, near: Tensor, far: Tensor) -> Tensor:
+    return torch.where(_magnitude(x) < 0.5, near, far)
 
 
 def _softplus_integral(x: Tensor) -> Tensor:
     u = -_softplus(torch.where(x > 0, -x, x))
-    square = u * u
-    series = torch.zeros_like(u)
-    for k, B in reversed(list(enumerate(_BERNOULLI, start=1))):
-        series = (series + B / math.factorial(2 * k + 1)) * square
-    dilogarithm = u * (1 + series) - 0.25 * square  # Li2(-exp(-|x|))
-    left = -dilogarithm - math.pi**2 / 12
-    return torch.where(x > 0, 0.5 * x * x - left, left)
+    dilogarithm = u - 0.25 * u * u + _odd_series(_DILOGARITHM, u)
+    left = -dilogarithm - math.pi**2 / 12  # the first is Li2(-exp(-|x|))
+    far = torch.where(x > 0, 0.5 * x * x - left, left)
+    small = x.clamp(-0.5, 0.5)
+    series = _odd_series(_LOG_COSH, small)
+    near = math.log(2) * small + 0.25 * small * small + series
+    return _near_zero(x, near, far)
 
 
 def _gelu_slope(x: Tensor) -> Tensor:
@@ -144,9 +177,11 @@ def _gelu_slope(x: Tensor) -> Tensor:
 
 def _gelu_integral(x: Tensor) -> Tensor:
     Phi = _normal_cdf(x)
-    return (
-        0.5 * (x * (x * Phi + _normal_pdf(x)) - Phi) + 0.25
-    )  # no x^2, which may overflow
+    # No x^2, which may overflow.
+    far = 0.5 * (x * (x * Phi + _normal_pdf(x)) - Phi) + 0.25
+    small = x.clamp(-0.5, 0.5)
+    near = 0.5 * (small * small * Phi + _odd_series(_NORMAL, small))
+    return _near_zero(x, near, far)
 
 
 def _silu_slope(x: Tensor) -> Tensor:
@@ -154,7 +189,11 @@ def _silu_slope(x: Tensor) -> Tensor:
 
 
 def _silu_integral(x: Tensor) -> Tensor:
-    return x * _softplus(x) - _softplus_integral(x)
+    far = x * _softplus(x) - _softplus_integral(x)
+    small = x.clamp(-0.5, 0.5)
+    series = _odd_series(_LOG_COSH, small)
+    tail = small * _tanh_integral(0.5 * small) - series
+    return _near_zero(x, 0.25 * small * small + tail, far)
 
 
 _GELU = 0.5 * math.erfc(-1.0) + math.exp(-1.0) / math.sqrt(
@@ -178,7 +217,7 @@ _REGISTRY = {
             "sigmoid",
             torch.sigmoid,
             _sigmoid_slope,
-            lambda x: _softplus(x) - math.log(2),
+            _sigmoid_integral,
             0.0,
             0.25,
         ),

@@ -347,14 +347,14 @@ def _solve(linear, A, a, B, y, c, x, work, M, R, K):  # pragma: kernel
     _chords(linear, z, u, value, end, start, R)
     error = _residual(x, c, B, value, F, R, K)
     rounding = EPS * _scale(a, B, x, z, value, end, R, K)
-    rate = (
-        np.inf
-    )  # of Newton's quadratic convergence, as the last step has shown it
-    for _ in range(ITERATIONS):
+    # The rate of Newton's quadratic convergence: the largest of all steps, since the residual of a
+    # lucky step may be far smaller than its rate.
+    rate = 0.0
+    for number in range(ITERATIONS):
         if error <= 4 * rounding:
             return True
         before = error
-        last = 100 * rate * error * error <= rounding
+        last = number > 1 and 100 * rate * error * error <= rounding
         _matrix(A, B, end, M, R, K)
         for i in range(k):
             dx[i] = F[i]
@@ -379,7 +379,7 @@ def _solve(linear, A, a, B, y, c, x, work, M, R, K):  # pragma: kernel
             return True
         if not math.isfinite(error):
             return False
-        rate = error / (before * before)
+        rate = max(rate, error / (before * before))
     return error <= 64 * rounding
 
 

@@ -126,7 +126,7 @@ class Plan:
 
 
 @dataclass
-class Group:
+class NodeGroup:
     """Nodes with equally many rows and columns of K, which are multiplied at once."""
 
     first: int  # of the free entries of K
@@ -199,7 +199,7 @@ class Halo:
             rows += range(first, first + self.height(node))
         return torch.tensor(rows, dtype=torch.int64)
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[NodeGroup]:
         graph = self.plan.graph
         alike: dict[tuple[int, int], list[int]] = {}
         for node in self.plan.nodes:
@@ -209,6 +209,7 @@ class Halo:
         first = 0
         for (height, width), nodes in alike.items():
             columns = torch.cat([self.index(graph.R[node]) for node in nodes])
-            groups.append(Group(first, (len(nodes), height, width), columns))
+            shape = (len(nodes), height, width)
+            groups.append(NodeGroup(first, shape, columns))
             first = groups[-1].last
         return groups
