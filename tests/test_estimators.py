@@ -71,6 +71,20 @@ def test_weight_zero_is_no_row_and_weight_two_is_a_row_twice():
     )
 
 
+def test_repeated_rows_do_not_mislead_the_choice_of_the_shrinkage():
+    X, y = load_diabetes(return_X_y=True)
+    options = {"layers": 4, "random_state": 0}
+    weight = np.random.RandomState(0).randint(0, 3, 300)
+    scores = []
+    for count in (weight, 10 * weight):
+        rows = np.repeat(np.arange(300), count)
+        model = HDNNRegressor(**options).fit(X[rows], y[rows])
+        scores.append(model.score(X[300:], y[300:]))
+    model = HDNNRegressor(**options).fit(X[:300], y[:300], weight / 1000)
+    scores.append(model.score(X[300:], y[300:]))
+    assert np.ptp(scores) < 0.02
+
+
 def test_class_weights_raise_the_rare_class():
     random = np.random.RandomState(0)
     X = random.randn(300, 2)

@@ -33,6 +33,7 @@ from hdnn.training.output import evaluate
 require("sklearn", extra="sklearn")
 
 import pandas as pd  # noqa: E402
+from pandas.util import hash_pandas_object  # noqa: E402
 from sklearn.base import (  # noqa: E402
     BaseEstimator,
     ClassifierMixin,
@@ -212,9 +213,15 @@ class _Estimator(
             rows = np.flatnonzero(weight)
             x, t, weight = x[torch.as_tensor(rows)], t[rows], weight[rows]
         targets = torch.as_tensor(t, device=x.device)
-        if weight is None or np.ptp(weight) == 0:
+        numbers = _row_numbers(x, targets)
+        if weight is None and numbers.max() == len(numbers) - 1:
             return Rows(x, targets, None)
-        return Rows(x, targets, torch.as_tensor(weight / weight.mean()).to(x))
+        # A row that is repeated is one row with the sum of the weights.
+        total = np.bincount(numbers, weight)
+        first = np.unique(numbers, return_index=True)[1]
+        weights = torch.as_tensor(total / total.mean()).to(x)
+        rows = Rows(x, targets, None).take(first)
+        return rows if np.ptp(total) == 0 else rows._replace(weight=weights)
 
     def _new_model(self) -> Model:
         generator = torch.Generator().manual_seed(self._seed)
@@ -250,7 +257,7 @@ class _Estimator(
         """The weight decay with the lowest loss of held-out rows, in several splits if few."""
         if self.weight_decay is not None:
             return self.weight_decay
-        if len(rows.x) <= TINY:
+        if _row_numbers(rows.x).max() < TINY:
             return SHRINKAGE
         splits = [
             self._hold_out(rows, HELD_OUT, fold)
@@ -319,9 +326,19 @@ class _Estimator(
                 f"validation_fraction must be between 0 and 1, but got {fraction!r}."
             )
         labels = rows.t.numpy(force=True)
-        train, held = hold_out(
-            labels, fraction, self._seed + fold, classes=not self.regression
+        numbers = _row_numbers(rows.x)
+        if numbers.max() < TINY:
+            numbers = np.arange(len(labels))
+        first = np.unique(numbers, return_index=True)[1]
+        _, apart = hold_out(
+            labels[first],
+            fraction,
+            self._seed + fold,
+            classes=not self.regression,
         )
+        is_held = np.isin(numbers, apart)  # rows of equal inputs stay together
+        train = np.flatnonzero(~is_held)
+        held = np.flatnonzero(is_held)
         if not len(held):
             raise DataError(
                 f"{len(labels)} samples are too few to hold out {fraction:g} of them; give more, "
@@ -657,6 +674,15 @@ def _loss(model: Model, rows: Rows) -> float:
     head: Any = model.head
     y = torch.cat([model.features(x) for x in rows.x.split(CHUNK)])
     return evaluate(head, (y, rows.t, rows.weight)).loss
+
+
+def _row_numbers(*columns: Tensor) -> np.ndarray:
+    """Numbers of rows from 0, in the order they appear; equal rows have the same."""
+    parts = [part.reshape(len(part), -1).numpy(force=True) for part in columns]
+    frames = [pd.DataFrame(part) for part in parts]
+    frame = pd.concat(frames, axis=1)
+    keys = hash_pandas_object(frame, index=False)
+    return pd.factorize(keys)[0]
 
 
 def _folds(rows: int) -> int:

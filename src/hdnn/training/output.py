@@ -29,7 +29,6 @@ SOLVERS = ("newton", "adam", "joint")
 NEWTON_STEPS = 5
 ADAM_STEPS = 10
 REFIT_STEPS = 50
-START_STEPS = 8
 HALVINGS = 30  # of a Newton step, at most
 ENOUGH = 1e-14  # decrease of the loss, below which Newton's method ends
 QUIET = np.errstate(all="ignore")  # `fit` says where numbers are not finite
@@ -225,33 +224,6 @@ class Output:
             root += 1e-8
             W -= (0.1 * self.rate / (1 - 0.9**count)) * m / root
         return W
-
-    @QUIET
-    def start(self, batch: Batch) -> None:
-        """Let joint training begin near the optimum for the features that there are.
-
-        An output layer that ignores the features would leave them without a gradient. The steps are
-        Newton's with the largest possible curvature in place of the Hessian (Boehning, 1992), so
-        that one factorisation serves all steps and outputs.
-        """
-        problem = OutputProblem(self.head, batch)
-        A = problem.A
-        W = np.zeros_like(weights_of(self.head))
-        if problem.regression:
-            curvature = 2 / len(W)
-        else:
-            curvature = 0.5 if problem.softmax else 0.25
-        # No gradient may be zero but for rounding: Adam would magnify it.
-        ridge = 2 * self.ridge
-        H = curvature * (A * problem.share).T @ A
-        tiny = 1e-9 * H.diagonal().mean()  # some features may be zero
-        H += np.eye(len(H)) * (ridge + tiny)
-        inverse = np.linalg.inv(H)
-        for _ in range(START_STEPS):
-            P = problem.predictions(A @ W.T)
-            W -= (problem.residual(P).T @ A + ridge * W) @ inverse
-        if np.isfinite(W).all():  # else `fit` will say so
-            assign(self.head, W)
 
 
 def _minibatches(
