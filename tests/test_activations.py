@@ -80,8 +80,7 @@ def test_the_integral_is_zero_at_zero_and_can_be_differentiated_twice_there(
 
 INTEGRALS = {
     "gelu": lambda x: (
-        0.25
-        + (x * (x * mpmath.ncdf(x) + mpmath.npdf(x)) - mpmath.ncdf(x)) / 2
+        0.25 + (x * (x * mpmath.ncdf(x) + mpmath.npdf(x)) - mpmath.ncdf(x)) / 2
     ),
     "identity": lambda x: x * x / 2,
     "relu": lambda x: max(x, 0) ** 2 / 2,
