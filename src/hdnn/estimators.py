@@ -681,7 +681,7 @@ def _row_numbers(*columns: Tensor) -> np.ndarray:
     parts = [part.reshape(len(part), -1).numpy(force=True) for part in columns]
     frames = [pd.DataFrame(part) for part in parts]
     frame = pd.concat(frames, axis=1)
-    keys = hash_pandas_object(frame, index=False)
+    keys = hash_pandas_object(frame, index=False)  # pyright: ignore[reportCallIssue]
     return pd.factorize(keys)[0]
 
 
