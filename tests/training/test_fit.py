@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 
 import numpy as np
@@ -19,7 +18,7 @@ from hdnn.errors import (
     DataError,
     OptionError,
 )
-from hdnn.training import History, fit, fit_multilevel
+from hdnn.training import fit
 
 HEADS = {
     "sigmoid": hdnn.SigmoidHead,
@@ -436,30 +435,3 @@ def test_a_training_that_diverges_says_so():
             solver="adam",
             progress=False,
         )
-
-
-# Levels
-
-
-def test_levels_refine_the_model(tmp_path):
-    x, t = rows()
-    model = make(layers=2)
-    options = {
-        "refinements": (2, 3),
-        "epochs": (2, 1, 1),
-        "folder": tmp_path,
-        "progress": False,
-    }
-    deep, histories = fit_multilevel(model, x, t, **options)
-    assert (model.net.layers, deep.net.layers) == (2, 12)
-    assert [len(history.loss) for history in histories] == [2, 1, 1]
-    again, _ = fit_multilevel(
-        make(layers=2, seed=4), x, t, resume=True, **options
-    )
-    assert same(state(deep), state(again))
-    joined = History.joined(histories)
-    assert joined.loss == list(
-        itertools.chain(*(history.loss for history in histories))
-    )
-    with pytest.raises(OptionError, match="3 levels"):
-        fit_multilevel(model, x, t, refinements=(2, 2), epochs=(1, 1))

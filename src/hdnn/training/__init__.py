@@ -10,7 +10,7 @@ from hdnn.training.callbacks import (
     TensorBoard,
     WellPosed,
 )
-from hdnn.training.fit import Options, fit, fit_multilevel
+from hdnn.training.fit import Options, fit
 from hdnn.training.images import fit_images
 from hdnn.training.parallel import DataParallel, Group
 from hdnn.training.recipes import ImageRecipe
@@ -27,5 +27,4 @@ __all__ = [
     "WellPosed",
     "fit",
     "fit_images",
-    "fit_multilevel",
 ]

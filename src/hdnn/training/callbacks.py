@@ -7,7 +7,7 @@ in the checkpoint, and restored when a training is resumed with the same callbac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -73,18 +73,6 @@ class History:
             text += f", held-out loss {self.validation_loss[-1]:.4f}"
             text += f" (lowest in epoch {self.best_epoch})"
         return text
-
-    @classmethod
-    def joined(cls, histories: Iterable[History]) -> History:
-        """Several trainings, one after the other, as one history."""
-        joined = cls()
-        for history in histories:
-            if history.best_epoch:
-                joined.best_epoch = len(joined.loss) + history.best_epoch
-            for name, values in history.curves().items():
-                getattr(joined, name).extend(values)
-            joined.seconds += history.seconds
-        return joined
 
 
 @dataclass
