@@ -21,7 +21,7 @@ from hdnn import plotting
 from hdnn.analysis.bounds import Bound, compared_bounds
 from hdnn.analysis.measure import (
     HIDDEN,
-    Call,
+    BlockCall,
     Measured,
     measure_layers,
     measure_network,
@@ -302,14 +302,16 @@ def certify(
     rows = rows[spread(len(rows), samples)]
     twin: Any = exact(root)
     states = twin.embed(rows) if width else rows
-    return _certify_part(net, Call(states), points, twin if width else None)
+    return _certify_part(
+        net, BlockCall(states), points, twin if width else None
+    )
 
 
 # One network, unit or block
 
 
 def _certify_part(
-    module: Any, call: Call, points: str, model: Any = None
+    module: Any, call: BlockCall, points: str, model: Any = None
 ) -> Certificate:
     """A network, unit or block at states; of a Model, its network."""
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
@@ -320,7 +322,7 @@ def _certify_part(
     is_network = isinstance(module, Network)
     with running(module, "y"):
         twin = exact(module)
-        exact_call = Call(*mapped(exact_tensor, tuple(call)))
+        exact_call = BlockCall(*mapped(exact_tensor, tuple(call)))
         measure = measure_network if is_network else measure_layers
         measured = measure(twin, exact_call)
         finite = _finite_in_own_dtype(module, call)
@@ -345,14 +347,14 @@ def _first_line(module: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _finite_in_own_dtype(module: nn.Module, call: Call) -> Tensor:
+def _finite_in_own_dtype(module: nn.Module, call: BlockCall) -> Tensor:
     """True for samples whose output is finite: a copy in float64 may hide an overflow. (B,)."""
     weight = next(module.parameters(), call.y)
 
     def own(x: Tensor) -> Tensor:
         return x.to(weight) if x.is_floating_point() else x.to(weight.device)
 
-    own_call = Call(*mapped(own, tuple(call)))
+    own_call = BlockCall(*mapped(own, tuple(call)))
     out = own_call.run(copied(module).eval(), own_call.y)
     return out.isfinite().flatten(1).all(1).cpu()
 
@@ -515,7 +517,7 @@ def _recorded_states(
     model: nn.Module, inputs: Any, parts: Mapping[str, nn.Module]
 ) -> dict[str, Any]:
     """The states of networks, and the first call of each unit or block, as the model runs."""
-    calls: dict[str, list[Call]] = {name: [] for name in parts}
+    calls: dict[str, list[BlockCall]] = {name: [] for name in parts}
     handles = []
     for name, part in parts.items():
 
@@ -543,9 +545,9 @@ def _recorded_states(
     return states
 
 
-def _call(inputs: Any, **options: Any) -> Call:
+def _call(inputs: Any, **options: Any) -> BlockCall:
     """The arguments of a unit or a block, with the state first."""
-    if isinstance(inputs, Call):
+    if isinstance(inputs, BlockCall):
         return inputs
     if isinstance(inputs, Mapping):
         return _call((), **inputs)
@@ -555,4 +557,4 @@ def _call(inputs: Any, **options: Any) -> Call:
         raise DataError(
             "units and blocks are certified at states: give inputs as the tensor y."
         )
-    return Call(check_finite(y), args[1:], options)
+    return BlockCall(check_finite(y), args[1:], options)

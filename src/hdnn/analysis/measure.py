@@ -63,7 +63,7 @@ class Measured:
 
 
 @torch.no_grad()
-def measure_network(net: Network, call: Call) -> Measured:
+def measure_network(net: Network, call: BlockCall) -> Measured:
     """All norms of a network in float64 at states (B, n)."""
     y = call.y
     with engine.use(engine="reference", backprop="stored"):
@@ -172,7 +172,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 # Images and blocks of any modules
 
 
-class Call(NamedTuple):
+class BlockCall(NamedTuple):
     """The state and the further arguments that a unit or a block is called with."""
 
     y: Tensor
@@ -184,7 +184,7 @@ class Call(NamedTuple):
         return module(y, *self.args, **self.options)
 
 
-def measure_layers(module: Any, call: Call) -> Measured:
+def measure_layers(module: Any, call: BlockCall) -> Measured:
     """Norms of a unit or of blocks in float64, for a few layers and samples, by Lanczos.
 
     Lanczos starts from one sample. If samples do not depend on each other, it sees that sample's
@@ -245,7 +245,9 @@ def _measure_chain(
     return complete
 
 
-def _chain_differs(module: Any, call: Call, chain: Chain, y: Tensor) -> bool:
+def _chain_differs(
+    module: Any, call: BlockCall, chain: Chain, y: Tensor
+) -> bool:
     """True if the module itself is not the chain of its layers."""
     end = chain.end
     u = random_like(end)

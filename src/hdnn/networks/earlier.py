@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hdnn import functional, schemes
 from hdnn.errors import OptionError
-from hdnn.networks.hamiltonian import Options
+from hdnn.networks.hamiltonian import NetworkOptions
 from hdnn.networks.network import Network, spectral_norm
 from hdnn.schemes import Force
 
@@ -28,7 +28,7 @@ class MS1(Network):
     stacked = ("K_0", "b_1", "b_2")
 
     def __init__(
-        self, features: int, layers: int, **options: Unpack[Options]
+        self, features: int, layers: int, **options: Unpack[NetworkOptions]
     ) -> None:
         super().__init__(features, layers, scheme=schemes.MS1, **options)
 
@@ -68,7 +68,7 @@ class MS2(Network):
     forward_euler = True
 
     def __init__(
-        self, features: int, layers: int, **options: Unpack[Options]
+        self, features: int, layers: int, **options: Unpack[NetworkOptions]
     ) -> None:
         super().__init__(
             features, layers, scheme=schemes.FORWARD_EULER, **options
@@ -109,7 +109,7 @@ class MS3(Network):
     stacked = ("K_1", "K_2", "b_1", "b_2")
 
     def __init__(
-        self, features: int, layers: int, **options: Unpack[Options]
+        self, features: int, layers: int, **options: Unpack[NetworkOptions]
     ) -> None:
         super().__init__(features, layers, scheme=schemes.MS3, **options)
 

@@ -23,7 +23,7 @@ from hdnn.schemes import Force, Implicit, Scheme
 from hdnn.sparsity import Sparsity
 
 
-class Options(TypedDict, total=False):
+class NetworkOptions(TypedDict, total=False):
     """Options of every network: see `Network`."""
 
     step: float | Sequence[float] | Tensor | None
@@ -39,7 +39,7 @@ class Options(TypedDict, total=False):
     device: torch.device | str | None
 
 
-class HamiltonianOptions(Options, total=False):
+class HamiltonianOptions(NetworkOptions, total=False):
     """Options of Hamiltonian networks: see `HamiltonianNet`."""
 
     X: Tensor | None
@@ -97,7 +97,7 @@ class HamiltonianNet(Network):
         sparsity: Sparsity | Any | None = None,
         tol: float | None = None,
         max_iter: int | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[NetworkOptions],
     ) -> None:
         scheme = schemes.INTEGRATORS[
             choose("integrator", integrator, schemes.INTEGRATORS)
