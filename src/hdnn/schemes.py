@@ -161,27 +161,21 @@ class Scheme:
         forces: Sequence[Force],
         h: Tensor,
         sigma: Activation,
-        *,
-        inverse: bool = False,
     ) -> Tensor:
-        """The Jacobians of all layers, or their inverses: see `jacobians`; h is (N, 1, 1)."""
+        """The Jacobians of all layers: see `jacobians`; h is (N, 1, 1)."""
         x = list(self.split(states[:-1]))
         N, B, n = states[:-1].shape
         eye = torch.eye(n, dtype=states.dtype, device=states.device).expand(
             N, B, n, n
         )
-        # A move multiplies by the shear I + A. Row vectors: dy' = dy M, so M gains columns; its
-        # inverse gains rows.
-        M = list(eye.tensor_split(len(x), -2 if inverse else -1))
+        # A move multiplies by the shear I + A. Row vectors: dy' = dy M, so M gains columns.
+        M = list(eye.tensor_split(len(x), -1))
         for half, to, fraction in self.ordered():
             z = forces[half].at(x[half])
             A = forces[half].jacobian(fraction * h * sigma.slope(z))
-            if inverse:
-                M[half] = M[half] - A @ M[to]
-            else:
-                M[to] = M[to] + M[half] @ A
+            M[to] = M[to] + M[half] @ A
             x[to] = x[to] + (fraction * h) * (sigma(z) @ forces[half].output)
-        return torch.cat(M, -2 if inverse else -1)
+        return torch.cat(M, -1)
 
 
 @dataclass(frozen=True)
@@ -192,7 +186,7 @@ class Perceptron(Scheme):
         (y,), (force,) = x, forces
         return (sigma(y @ force.K.mT + force.b),)
 
-    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+    def jacobian(self, states, forces, h, sigma):
         (force,) = forces
         return force.K.mT[:, None] * sigma.slope(
             force.at(states[:-1])
@@ -247,7 +241,7 @@ class ImplicitEuler(Implicit):
             q = q + sigma(a + p @ K_p.mT) @ V_q
         return (torch.cat([p, q], -1),)
 
-    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+    def jacobian(self, states, forces, h, sigma):
         (force,) = forces
         p, _ = states[1:].chunk(2, -1)
         _, q = states[:-1].chunk(2, -1)
@@ -276,7 +270,7 @@ class Midpoint(Implicit):
         B = (-0.5 if inverse else 0.5) * h * force.output.mT
         return (2 * solve(y, B, force.K, force.b, sigma, **self.newton) - y,)
 
-    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+    def jacobian(self, states, forces, h, sigma):
         (force,) = forces
         slope = sigma.slope(force.at(0.5 * (states[:-1] + states[1:])))
         A = force.jacobian(0.5 * h * slope)
@@ -300,7 +294,7 @@ class DiscreteGradient(Implicit):
         B = (-1.0 if inverse else 1.0) * h * force.output.mT
         return (solve_chord(y, B, force.K, force.b, sigma, **self.newton),)
 
-    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+    def jacobian(self, states, forces, h, sigma):
         (force,) = forces
         before = force.at(states[:-1])
         after = force.at(states[1:])
@@ -425,10 +419,8 @@ def jacobians(
     forces: Sequence[Force],
     h: float | Tensor,
     sigma: Activation,
-    *,
-    inverse: bool = False,
 ) -> Tensor:
-    """The derivatives `dy_{j+1}/dy_j` of all layers in closed form, or their inverses.
+    """The derivatives `dy_{j+1}/dy_j` of all layers in closed form.
 
     In denominator layout: the transpose of what `torch.autograd.functional.jacobian` gives.
 
@@ -438,11 +430,10 @@ def jacobians(
         forces: stacked over layers.
         h: the step, one for all layers or `(N,)`.
         sigma: the activation.
-        inverse: give the inverses, by undoing each move; for schemes with halves.
 
     Returns:
         The matrices `(N, B, n, n)`.
     """
     step = torch.as_tensor(h, dtype=states.dtype, device=states.device)
     step = step.expand(len(states) - 1).view(-1, 1, 1)
-    return scheme.jacobian(states, forces, step, sigma, inverse=inverse)
+    return scheme.jacobian(states, forces, step, sigma)

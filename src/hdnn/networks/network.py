@@ -496,27 +496,12 @@ class Network(nn.Module):
             layers: which ones; by default all.
         """
         if unknown_reason(self) is None:
-            return self._jacobians(states, layers)
+            forces = _sliced(self.forces(), layers)
+            h = self.steps()[layers].to(states) if hasattr(self, "h") else 1.0
+            return schemes.jacobians(self.scheme, states, forces, h, self.sigma)
         numbers = range(self.layers)[layers]
         pairs = zip(states[:-1], numbers, strict=True)
         return torch.stack([_differentiated(self, y, j) for y, j in pairs])
-
-    def inverse_jacobians(
-        self, states: Tensor, layers: slice = slice(None)
-    ) -> Tensor | None:
-        """The inverses of `layer_jacobians`, by undoing each move; None where that cannot be."""
-        if not self.scheme.halves or unknown_reason(self) is not None:
-            return None
-        return self._jacobians(states, layers, inverse=True)
-
-    def _jacobians(
-        self, states: Tensor, layers: slice, inverse: bool = False
-    ) -> Tensor:
-        forces = _sliced(self.forces(), layers)
-        h = self.steps()[layers].to(states) if hasattr(self, "h") else 1.0
-        return schemes.jacobians(
-            self.scheme, states, forces, h, self.sigma, inverse=inverse
-        )
 
     def shear_norms(self) -> Tensor:
         """The bounds `|A| / S` of all shears `I + A` of all layers, move by move."""
