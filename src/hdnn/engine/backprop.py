@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn import schemes
 from hdnn.engine.memory import Stack, Tensors
 from hdnn.errors import OptionError, ReversalWarning
 
@@ -39,7 +38,7 @@ class Definition:
         self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         with torch.no_grad():
-            out = self._run(y, tensors)
+            out = self.stack.definition(y, tensors)
         return out, y.new_empty(0) if save else None
 
     def backward(
@@ -50,27 +49,10 @@ class Definition:
             None if t is None else t.detach().requires_grad_() for t in inputs
         ]
         with torch.enable_grad():
-            out = self._run(leaves[0], leaves[1:])
+            out = self.stack.definition(leaves[0], leaves[1:])
         present = [t for t in leaves if t is not None]
         grads = iter(torch.autograd.grad(out, present, g, allow_unused=True))
         return [None if t is None else next(grads) for t in leaves]
-
-    def _run(self, y: Any, tensors: Any) -> Tensor:
-        stack = self.stack
-        forces = stack.forces(tensors)
-        return schemes.run(
-            stack.scheme,
-            y,
-            forces,
-            tensors[0],
-            stack.sigma,
-            inverse=stack.inverse,
-        )
-
-
-def stored(stack: Stack, make: Callable[[Stack], Any]) -> Any:
-    """The kernel itself saves what the backward pass needs of each layer."""
-    return make(stack)
 
 
 class Segments:
@@ -193,7 +175,7 @@ class Reversal(Segments):
         return check_drift(error, [g, *grads])
 
 
-METHODS = {"stored": stored, "checkpoint": Checkpoint, "reversible": Reversal}
+SEGMENTED = {"checkpoint": Checkpoint, "reversible": Reversal}
 
 
 def segments(start: int, end: int, size: int) -> list[tuple[int, int]]:

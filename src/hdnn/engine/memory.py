@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hdnn import schemes
 from hdnn.activations import Activation
 from hdnn.schemes import Force, Scheme
 
@@ -103,9 +105,16 @@ class Stack:
                 )
         return views
 
-    def forces(self, tensors: Sequence[Tensor | None]) -> list[Force]:
+    def forces(self, tensors: Sequence[Any]) -> list[Force]:
         """The weights as `hdnn.schemes` takes them."""
-        return [Force(*tensors[k : k + 3]) for k in range(1, len(tensors), 3)]  # pyright: ignore[reportArgumentType]
+        return [Force(*tensors[k : k + 3]) for k in range(1, len(tensors), 3)]
+
+    def definition(self, y: Any, tensors: Sequence[Any]) -> Tensor:
+        """y_N by the plain loop."""
+        forces = self.forces(tensors)
+        return schemes.run(
+            self.scheme, y, forces, tensors[0], self.sigma, inverse=self.inverse
+        )
 
 
 def process_bytes(root: Path = Path("/")) -> int:

@@ -9,6 +9,7 @@ kernel. Where PyTorch transforms a call (`vmap`, `jacrev`, second derivatives), 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from hdnn import activations, schemes
 from hdnn.activations import Activation
-from hdnn.engine.backprop import METHODS, Checkpoint, Definition
+from hdnn.engine.backprop import SEGMENTED, Checkpoint, Definition
 from hdnn.engine.memory import Stack, device_bytes
 from hdnn.engine.settings import Settings, current, in_force
 from hdnn.errors import MissingExtraError, OptionError
@@ -184,17 +185,11 @@ class Plan:
         )
         precision = matmul_precision(settings, y.dtype)
         self.how = (fused, replace(settings, precision=precision))
-        self._kernel: Any = None
+        self.kernel: Any = None  # made by the first call that is no transform
         self.stack: Stack | None = None  # if the definition runs
         if fused or settings.backprop in ("checkpoint", "reversible"):
             self.stack = describe(call, self.dtype)
             backprop_of(self.stack, fused, settings.backprop)  # may refuse
-
-    def kernel(self) -> Any:
-        """What runs the stack, or None; transforms cannot make it: their tensors have no memory."""
-        if self.stack is not None and self._kernel is None:
-            self._kernel = method(self.stack, *self.how)
-        return self._kernel
 
     def _constant(self, h: float, layers: int, device: torch.device) -> Tensor:
         with torch.inference_mode(
@@ -213,12 +208,13 @@ class Plan:
         with self._without_autocast(y) if self.convert else UNCHANGED:
             state = y.to(self.dtype).reshape(-1, y.shape[-1]).contiguous()
             learns = self._lay_out(tensors) or y.requires_grad
-            kernel = self.kernel()
+            if self.kernel is None:
+                self.kernel = method(self.stack, *self.how)
             if not (learns and torch.is_grad_enabled()):
-                y_N, _ = kernel.forward(state, tuple(tensors), False)
+                y_N, _ = self.kernel.forward(state, tuple(tensors), False)
                 return y_N.view(y.shape).to(y.dtype)
             try:
-                y_N = StackFunction.apply(kernel, state, *tensors)
+                y_N = StackFunction.apply(self.kernel, state, *tensors)
             except RuntimeError as error:
                 if "setup_context" not in str(error):
                     raise
@@ -296,14 +292,12 @@ def unsupported_reason(call: Call) -> str | None:
     if y.dtype not in DTYPES.get(device, ()):
         return f"there is no kernel for {y.dtype} on {device}"
     width = y.shape[-1] // (2 if scheme.halves else 1)
-    tensors = [t for force in forces for t in force if t is not None]
-    if any(type(t) not in PLAIN or t.device != y.device for t in (y, *tensors)):
-        return "states and weights are not plain tensors on one device"
-    if any(
-        {force.output.shape[-1], force.K.shape[-1]} != {width}
-        for force in forces
-    ):
-        return "a force reads or moves another number of features"
+    for t in itertools.chain((y,), *forces):
+        if t is not None and (type(t) not in PLAIN or t.device != y.device):
+            return "states and weights are not plain tensors on one device"
+    for force in forces:
+        if not force.K.shape[-1] == force.output.shape[-1] == width:
+            return "a force reads or moves another number of features"
     return None
 
 
@@ -390,7 +384,9 @@ def method(stack: Stack, fused: bool, settings: Settings) -> Any:
             "deterministic": settings.deterministic,
         }
         make = partial(kernels(stack).Kernel, **how)
-    return METHODS[backprop](stack, make)
+    if backprop == "stored":
+        return make(stack)
+    return SEGMENTED[backprop](stack, make)
 
 
 # Eager calls
@@ -418,14 +414,6 @@ class StackFunction(torch.autograd.Function):
         return None, *gradients(ctx.method, y, saved, grads[0], tensors)
 
 
-def definition(stack: Stack, y: Any, *tensors: Any) -> Tensor:
-    """y_N by the plain loop, for tensors as kernels take them."""
-    forces = stack.forces(tensors)
-    return schemes.run(
-        stack.scheme, y, forces, tensors[0], stack.sigma, inverse=stack.inverse
-    )
-
-
 def gradients(
     method: Any,
     y: Tensor,
@@ -442,7 +430,7 @@ def gradients(
         def function(y: Tensor, *values: Tensor) -> Tensor:
             rest = iter(values)
             filled = [next(rest) if here else None for here in present]
-            return definition(method.stack, y, *filled)
+            return method.stack.definition(y, filled)
 
         values = [t for t in tensors if t is not None]
         grads = iter(torch.func.vjp(function, y, *values)[1](g))
@@ -470,107 +458,68 @@ def _traced(call: Call, engine: str | None, backprop: str | None) -> Tensor:
     if torch.compiler.is_exporting() or not is_fused(engine or "auto", call):
         return schemes.run(scheme, y, forces, h, sigma, inverse=inverse)
     dtype = torch.float32 if y.dtype in HALF else y.dtype
-    outputs = (
-        "learned" if isinstance(h, Tensor) and h.requires_grad else "fixed"
-    )
-    weights = []
+    learned = isinstance(h, Tensor) and h.requires_grad
+    text = f"{sigma.name} {backprop or 'auto'} {scheme.halves:d} {inverse:d} {learned:d}"
+    text += " " + ",".join([f"{half}:{part}" for half, part in scheme.moves])
     for force in forces:
-        weights += [t.to(dtype).contiguous() for t in force if t is not None]
-        outputs += " " + output_kind(force.V)
-    moves = []
-    for half, fraction in scheme.moves:
-        moves += [float(half), fraction]
+        text += " " + output_kind(force.V)
     with torch.autocast(y.device.type, enabled=False):
-        steps = (
-            h.to(dtype)
-            if isinstance(h, Tensor)
-            else y.new_full((), h, dtype=dtype)
-        )
-        steps = steps.expand(len(forces[0].K)).contiguous()
+        if not isinstance(h, Tensor):
+            h = y.new_full((), h, dtype=dtype)
+        parts = [h.expand(len(forces[0].K)), *itertools.chain(*forces)]
+        tensors = [t.to(dtype).contiguous() for t in parts if t is not None]
         flat = y.reshape(-1, y.shape[-1]).to(dtype).contiguous()
-        how = (
-            moves,
-            scheme.halves,
-            inverse,
-            sigma.name,
-            outputs,
-            backprop or "auto",
-        )
-        y_N = stack_operator(flat, steps, weights, *how)[0]
+        y_N = stack_operator(flat, tensors, text)[0]
         return y_N.reshape(y.shape).to(y.dtype)
 
 
 def _described(
-    y: Tensor,
-    h: Tensor,
-    weights: Sequence[Tensor],
-    moves: Sequence[float],
-    halves: bool,
-    inverse: bool,
-    sigma: str,
-    outputs: str,
-    backprop: str,
+    y: Tensor, tensors: Sequence[Tensor], text: str
 ) -> tuple[Stack, tuple[Tensor | None, ...], Settings]:
-    """The stack, tensors and settings of a call of the operator."""
-    learned, *kinds = outputs.split()
-    rest = iter(weights)
-    tensors: list[Tensor | None] = [h]
+    """The stack, tensors and settings of a call of the operator; `_traced` writes the text."""
+    sigma, backprop, halves, inverse, learned, moves, *outputs = text.split()
+    h, *rest = tensors
+    weights: list[Tensor | None] = [h]
     rows = []
-    for kind in kinds:
-        tensors += [
-            next(rest),
-            next(rest),
-            None if kind == "same" else next(rest),
-        ]
-        rows.append(tensors[-2].shape[1])  # pyright: ignore[reportOptionalMemberAccess]
-    pairs = tuple(
-        [
-            (int(half), part)
-            for half, part in zip(moves[::2], moves[1::2], strict=True)
-        ]
-    )
+    for output in outputs:
+        K, b, *rest = rest
+        V = None if output == "same" else rest.pop(0)
+        weights += [K, b, V]
+        rows.append(b.shape[1])
+    pairs = []
+    for move in moves.split(","):
+        half, part = move.split(":")
+        pairs.append((int(half), float(part)))
     stack = Stack(
-        scheme=Scheme("compiled", 0, pairs, halves),
+        scheme=Scheme("compiled", 0, tuple(pairs), halves == "1"),
         sigma=activations.get(sigma),
-        inverse=inverse,
+        inverse=inverse == "1",
         layers=h.shape[0],
         samples=y.shape[0],
         features=y.shape[1],
         rows=tuple(rows),
-        outputs=tuple(kinds),
+        outputs=tuple(outputs),
         dtype=y.dtype,
         device=y.device,
-        learned=learned == "learned",
+        learned=learned == "1",
     )
     precision = matmul_precision(Settings(), y.dtype)
-    return (
-        stack,
-        tuple(tensors),
-        Settings(backprop=backprop, precision=precision),
-    )
+    settings = Settings(backprop=backprop, precision=precision)
+    return stack, tuple(weights), settings
 
 
 @torch.library.custom_op("hdnn::stack", mutates_args=())
 def stack_operator(
-    y: Tensor,
-    h: Tensor,
-    weights: Sequence[Tensor],
-    moves: Sequence[float],
-    halves: bool,
-    inverse: bool,
-    sigma: str,
-    outputs: str,
-    backprop: str,
+    y: Tensor, tensors: Sequence[Tensor], text: str
 ) -> tuple[Tensor, Tensor]:
     """y_N, and what the backward pass needs."""
-    how = (moves, halves, inverse, sigma, outputs, backprop)
-    stack, tensors, settings = _described(y, h, weights, *how)
-    return method(stack, True, settings).forward(y, tensors)
+    stack, weights, settings = _described(y, tensors, text)
+    return method(stack, True, settings).forward(y, weights)
 
 
 @stack_operator.register_fake
-def _(y, h, weights, *how):
-    stack, _, settings = _described(y, h, weights, *how)
+def _(y, tensors, text):
+    stack, _, settings = _described(y, tensors, text)
     backprop = backprop_of(stack, True, settings.backprop)
     if backprop == "stored":
         shape = (kernels(stack).saved_size(stack),)
@@ -583,66 +532,43 @@ def _(y, h, weights, *how):
 
 @torch.library.custom_op("hdnn::stack_backward", mutates_args=())
 def backward_operator(
-    g: Tensor,
-    y: Tensor,
-    saved: Tensor,
-    h: Tensor,
-    weights: Sequence[Tensor],
-    moves: Sequence[float],
-    halves: bool,
-    inverse: bool,
-    sigma: str,
-    outputs: str,
-    backprop: str,
+    g: Tensor, y: Tensor, saved: Tensor, tensors: Sequence[Tensor], text: str
 ) -> list[Tensor]:
     """The gradients of y, and of those tensors that need one."""
-    how = (moves, halves, inverse, sigma, outputs, backprop)
-    stack, tensors, settings = _described(y, h, weights, *how)
+    stack, weights, settings = _described(y, tensors, text)
     with torch.no_grad():
-        grads = gradients(method(stack, True, settings), y, saved, g, tensors)
+        kernel = method(stack, True, settings)
+        g_y, *grads = gradients(kernel, y, saved, g, weights)
     # Copies: kernels return pieces of one buffer, and an operator may not.
-    return [grad.clone() for grad in _needed(grads, stack) if grad is not None]
+    return [grad.clone() for grad in (g_y, *_needed(grads, stack))]
 
 
-def _needed(grads: Sequence[Any], stack: Stack) -> list[Any]:
-    """The gradients, or None for tensors that need none."""
-    y, *others = grads
-    places = stack.places
-    return [
-        y,
-        *[
-            g if place else None
-            for g, place in zip(others, places, strict=True)
-        ],
-    ]
+def _needed(values: Sequence[Any], stack: Stack) -> list[Any]:
+    """The values of those tensors of a stack that need a gradient."""
+    return list(itertools.compress(values, stack.places))
 
 
 @backward_operator.register_fake
-def _(g, y, saved, h, weights, *how):
-    stack, tensors, _ = _described(y, h, weights, *how)
-    return [
-        torch.empty_like(t)
-        for t in _needed((y, *tensors), stack)
-        if t is not None
-    ]
+def _(g, y, saved, tensors, text):
+    stack, weights, _ = _described(y, tensors, text)
+    return [torch.empty_like(t) for t in (y, *_needed(weights, stack))]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    y, h, weights, *ctx.how = inputs
+    y, tensors, ctx.text = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(y, output[1], h, *weights)
+    ctx.save_for_backward(y, output[1], *tensors)
 
 
 def _differentiate(ctx: Any, g: Tensor, _: Any) -> Any:
-    y, saved, h, *weights = ctx.saved_tensors
-    found = iter(backward_operator(g, y, saved, h, weights, *ctx.how))
-    stack, tensors, _ = _described(y, h, weights, *ctx.how)
-    g_y = next(found)
-    grads: list[Any] = []
-    for t, place in zip(tensors, stack.places, strict=True):
+    y, saved, *tensors = ctx.saved_tensors
+    g_y, *needed = backward_operator(g, y, saved, tensors, ctx.text)
+    stack, weights, _ = _described(y, tensors, ctx.text)
+    grads = []
+    for t, place in zip(weights, stack.places, strict=True):
         if t is not None:
-            grads.append(next(found) if place else None)
-    return g_y, grads[0], grads[1:], *[None] * len(ctx.how)
+            grads.append(needed.pop(0) if place else None)
+    return g_y, grads, None
 
 
 stack_operator.register_autograd(_differentiate, setup_context=_save)

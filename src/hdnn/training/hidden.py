@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hdnn.engine.run import Call, Plan
+from hdnn.engine.run import Call, Plan, method
 from hdnn.engine.settings import current
 from hdnn.networks import HamiltonianNet, Network
 
@@ -80,8 +80,8 @@ class HiddenLayers:
         for force in forces:
             tensors += [t if t is None else t.contiguous() for t in force]
         with torch.no_grad():
-            y, saved = plan.kernel().forward(y_0, tuple(tensors))
-        self.last = (plan.kernel(), y_0, saved, tensors)
+            y, saved = plan.kernel.forward(y_0, tuple(tensors))
+        self.last = (plan.kernel, y_0, saved, tensors)
         return y
 
     def _plan(self, y_0: Tensor, forces: Any) -> Plan:
@@ -89,17 +89,20 @@ class HiddenLayers:
         engine = None if net.engine == "auto" else net.engine
         backprop = None if net.backprop == "auto" else net.backprop
         call = Call(net.scheme, y_0, forces, net.h, net.sigma, False)
-        self.plans[len(y_0)] = Plan(current(engine, backprop), call)
-        return self.plans[len(y_0)]
+        plan = Plan(current(engine, backprop), call)
+        if plan.stack is not None:
+            plan.kernel = method(plan.stack, *plan.how)
+        self.plans[len(y_0)] = plan
+        return plan
 
     def backward(self, g: Tensor) -> None:
         """Add to the gradients of all parameters, from that of y_N."""
         if len(self.last) == 1:
             self.last[0].backward(g)
             return
-        method, y_0, saved, tensors = self.last
+        kernel, y_0, saved, tensors = self.last
         with torch.no_grad():
-            gradients = method.backward(
+            gradients = kernel.backward(
                 y_0, saved, g.contiguous(), tuple(tensors)
             )
         if self.turned:
