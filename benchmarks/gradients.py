@@ -7,9 +7,12 @@ Each network in float32 has a kind, a width, a depth of 6 to 300 layers, a step 
 activation, an initialisation and samples of its own, drawn from its number alone. Its gradients are
 taken three times: by default, by the plain loop with stored states, and in float64. "Off" is the
 relative error of the worst of all gradients, of y_0 and of each parameter. A network fails if its
-gradients by default are more than 20 times as far off as those of the plain loop. Networks that
-overflow have no gradients and are counted apart. So are failures of networks that are chaotic in
-float32: where the plain loop itself is off by more than a tenth, no digit is left to compare.
+gradients by default are more than 20 times as far off as those of the plain loop. One rounding more
+or less can change either error ten times over, so a network above the limit is measured again from
+9 inputs that differ in their last digits, and fails if the median is above it too; the page says
+how many were. Networks that overflow have no gradients and are counted apart. So are
+failures of networks that are chaotic in float32: where the plain loop itself is off by more than a
+tenth, no digit is left to compare.
 """
 
 from __future__ import annotations
@@ -110,24 +113,40 @@ def off(grads: list[Tensor], exact: list[Tensor]) -> float:
     return max(errors)
 
 
-def measured(number: int, device: str) -> tuple[str, str, float | None]:
-    """The kind of a network, the result in words, and the ratio of the two errors."""
-    kind, net, y = drawn(number)
+def errors(net: nn.Module, y: Tensor, device: str) -> tuple[float, float]:
+    """How far off gradients are by default and by the plain loop; NaN where there are none."""
     plain = {"engine": "reference", "backprop": "stored"}
     exact = gradients(copy.deepcopy(net).double(), y.double(), **plain)
     if not all(bool(g.isfinite().all()) for g in exact):
-        return kind, "overflows", None
-    net = net.to(device)
+        return math.nan, math.nan
+    net = copy.deepcopy(net).to(device)
     y = y.to(device)
     default = off(gradients(net, y), exact)
     loop = off(gradients(net, y, **plain), exact)
-    if math.isinf(loop):
-        return kind, "overflows", None
     eps = torch.finfo(torch.float32).eps
-    ratio = max(default, eps) / max(loop, eps)
+    return max(default, eps), max(loop, eps)
+
+
+def measured(
+    number: int, device: str
+) -> tuple[str, str, float | None, float | None]:
+    """The kind of a network, the result in words, and the first and last ratio of both errors."""
+    kind, net, y = drawn(number)
+    default, loop = errors(net, y, device)
+    if not math.isfinite(loop):
+        return kind, "overflows", None, None
+    first = ratio = default / loop
+    if first > ALLOWED:
+        ratios = []
+        for seed in range(9):
+            noise = torch.Generator().manual_seed(seed)
+            factors = 1 + 1e-7 * torch.randn(y.shape, generator=noise)
+            default, loop = errors(net, y * factors, device)
+            ratios.append(default / loop)
+        ratio = median(ratios)
     if ratio <= ALLOWED:
-        return kind, "as exact", ratio
-    return kind, "chaotic" if loop > CHAOTIC else "fails", ratio
+        return kind, "as exact", first, ratio
+    return kind, "chaotic" if loop > CHAOTIC else "fails", first, ratio
 
 
 def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
@@ -135,19 +154,25 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
     rows = [measured(number, device) for number in range(sizes["count"])]
     kinds = {}
     for kind in KINDS:
-        counts = Counter(result for name, result, _ in rows if name == kind)
-        ratios = [
-            ratio
-            for name, _, ratio in rows
-            if name == kind and ratio is not None
-        ]
-        kinds[kind] = {**counts, "median": median(ratios), "worst": max(ratios)}
+        own = [row[1:] for row in rows if row[0] == kind]
+        counts = Counter(result for result, _, _ in own)
+        first = [ratio for _, ratio, _ in own if ratio is not None]
+        last = [ratio for _, _, ratio in own if ratio is not None]
+        again = sum(ratio > ALLOWED for ratio in first)
+        kinds[kind] = {
+            **counts,
+            "median": median(first),
+            "first": max(first),
+            "again": again,
+            "worst": max(last),
+        }
     failures = sum(row.get("fails", 0) for row in kinds.values())
     chaotic = sum(row.get("chaotic", 0) for row in kinds.values())
     return {
         "kinds": kinds,
         "failures": failures,
         "chaotic": chaotic,
+        "again": sum(row["again"] for row in kinds.values()),
         "ok": not failures,
     }
 
@@ -155,8 +180,8 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
 def found(result: dict[str, Any]) -> str:
     return (
         f"{result['failures']} of {result['sizes']['count']:,} networks more than {ALLOWED} times "
-        f"as far off as by the plain loop, besides {result['chaotic']} in which that loop has no "
-        "digit right"
+        f"as far off as by the plain loop ({result['again']} at first sight), besides "
+        f"{result['chaotic']} in which that loop has no digit right"
     )
 
 
@@ -167,17 +192,17 @@ def page(result: dict[str, Any]) -> str:
         f"{result['sizes']['count']} random networks in float32; the error is that against "
         f"float64. **{result['failures']} are more than {ALLOWED} times as far off by default as "
         f"by the plain loop, besides {result['chaotic']} for which the plain loop itself has no "
-        "digit right.**",
+        f"digit right.** {result['again']} were above the limit at first and were measured again, "
+        "from 9 inputs that differ in their last digits.",
     ]
     rows = []
     for kind, row in result["kinds"].items():
-        ratios = [f"{row['median']:.2f}", f"{row['worst']:.1f}"]
+        ratios = [f"{row[key]:.2f}" for key in ("median", "first", "worst")]
         rows.append(
             [kind, row.get("overflows", 0), *ratios, row.get("fails", 0)]
         )
-    lines += table(
-        "kind | overflow | median ratio | largest ratio | fail", rows
-    )
+    names = "kind | overflow | median ratio | largest | largest, measured again"
+    lines += table(f"{names} | fail", rows)
     return text_of(lines)
 
 
