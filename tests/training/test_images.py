@@ -135,6 +135,8 @@ def test_every_network_has_a_recipe(data):
     for name in recipes.NETWORKS[data]:
         recipe = recipes.image_recipe(data, name, epochs=2)
         assert recipe.epochs == 2
+        settings = recipes.image_settings(data, name, epochs=160)
+        assert recipes.image_network(data, name, **settings)
     with pytest.raises(OptionError, match="h2"):
         recipes.image_recipe(data, "h22")
 

@@ -262,33 +262,33 @@ def image_settings(
 
 
 def image_network(
-    data: str, network: str, *, seed: int = 0, **settings: Any
+    data: str, name: str, /, *, seed: int = 0, **settings: Any
 ) -> ImageModel:
     """A network for "mnist" or "cifar10", with weights from its seed.
 
     Args:
         data: "mnist" or "cifar10".
-        network: one of `NETWORKS[data]`.
+        name: one of `NETWORKS[data]`.
         seed: of the weights.
         **settings: of its Hamiltonian layers, by default those of `image_settings`.
     """
-    choose("network", network, NETWORKS[choose("data", data, NETWORKS)])
+    choose("network", name, NETWORKS[choose("data", data, NETWORKS)])
     with torch.random.fork_rng(
         devices=[]
     ):  # weights are drawn from the global state
         torch.manual_seed(seed)
         if data == "mnist":
-            if network == "conv":
+            if name == "conv":
                 return models.mnist_conv("h1", norm="after")
-            if network == "none":
+            if name == "none":
                 return models.mnist_net(None, 0)
             return models.mnist_net(
-                network, **{**image_settings(data, network), **settings}
+                name, **{**image_settings(data, name), **settings}
             )
-        if network in STARS:
+        if name in STARS:
             return models.hdnn_star(
-                **{**image_settings(data, network), **settings}
+                **{**image_settings(data, name), **settings}
             )
-        if network == "alexnet":
+        if name == "alexnet":
             return models.alexnet()
-        return models.resnet56(drop=DROP if network == "resnet56_drop" else 0.0)
+        return models.resnet56(drop=DROP if name == "resnet56_drop" else 0.0)
