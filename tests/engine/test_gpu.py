@@ -49,6 +49,7 @@ CASES = [  # kernel, scheme, (n, r, batch, layers), options
         {"V": "fixed", "activation": "relu"},
     ),
     ("wide", "SEMI_IMPLICIT_EULER", (64, 31, 140, 2), {"precision": "bf16"}),
+    ("wide", "VERLET", (64, 31, 140, 2), {"precision": "tf32", "V": "learned"}),
 ]
 
 
@@ -94,7 +95,8 @@ def largest_error(
     with torch.no_grad():
         out, saved = runner.forward(y, tensors, True)
         assert torch.equal(out, runner.forward(y, tensors, False)[0])
-        assert saved.numel() == module.saved_size(runner.stack)
+        precision = options.get("precision", "ieee")
+        assert saved.numel() == module.saved_size(runner.stack, precision)
         g = (
             torch.linspace(-1, 1, out.numel(), dtype=torch.float64)
             .view_as(out)
@@ -127,7 +129,10 @@ def test_the_interpreted_kernels_agree_with_the_definition():
     )
     assert done.returncode == 0, done.stderr
     for case, error in zip(CASES, json.loads(done.stdout), strict=True):
-        assert error < TOLERANCE[case[3].get("precision", "ieee")], case
+        precision = case[3].get("precision", "ieee")
+        if case[0] == "wide" and precision == "tf32":
+            precision = "bf16"  # the factors of gradients of weights
+        assert error < TOLERANCE[precision], case
 
 
 if __name__ == "__main__":

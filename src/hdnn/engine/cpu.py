@@ -567,7 +567,7 @@ def tiling(samples: int) -> tuple[int, int]:
     return count, -(-samples // max(1, count) // LANES) * LANES
 
 
-def saved_size(stack: Stack) -> int:
+def saved_size(stack: Stack, precision: str = "ieee") -> int:
     """Numbers that the forward pass saves: what each step reads, and sigma."""
     tiles, length = tiling(stack.samples)
     return tiles * length * stack.steps * (stack.width + max(stack.rows))

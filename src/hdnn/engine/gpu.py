@@ -481,7 +481,7 @@ def tiling(
     return samples, min(block, padded(rows)), warps
 
 
-def saved_size(stack: Stack) -> int:
+def saved_size(stack: Stack, precision: str = "ieee") -> int:
     """Numbers that the forward pass saves: what each step reads."""
     return stack.steps * stack.samples * stack.width
 

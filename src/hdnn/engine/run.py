@@ -58,7 +58,7 @@ INSTALLED = {
 WIDEST = (
     192  # features of a state on the CPU; beyond, the plain loop is as fast
 )
-SHARE = 32  # stored states take at most this part of the memory: one in so many
+SHARE = 8  # stored states take at most this part of the memory: one in so many
 REMEMBERED = 1024
 
 UNCHANGED = nullcontext()
@@ -189,7 +189,7 @@ class Plan:
         self.stack: Stack | None = None  # if the definition runs
         if fused or settings.backprop in ("checkpoint", "reversible"):
             self.stack = describe(call, self.dtype)
-            backprop_of(self.stack, fused, settings.backprop)  # may refuse
+            backprop_of(self.stack, fused, self.how[1])  # may refuse
 
     def _constant(self, h: float, layers: int, device: torch.device) -> Tensor:
         with torch.inference_mode(
@@ -356,8 +356,9 @@ def kernels(stack: Stack) -> Any:
     return module
 
 
-def backprop_of(stack: Stack, fused: bool, backprop: str) -> str:
+def backprop_of(stack: Stack, fused: bool, settings: Settings) -> str:
     """What the backward pass starts from, if that was left open."""
+    backprop = settings.backprop
     if backprop == "reversible" and not stack.scheme.invertible:
         raise OptionError(
             'backprop="reversible" needs layers with an inverse, which forward Euler does not '
@@ -365,7 +366,8 @@ def backprop_of(stack: Stack, fused: bool, backprop: str) -> str:
         )
     if backprop != "auto" or not fused:
         return backprop
-    size = kernels(stack).saved_size(stack) * stack.dtype.itemsize
+    count = kernels(stack).saved_size(stack, settings.precision)
+    size = count * stack.dtype.itemsize
     return (
         "checkpoint" if size > device_bytes(stack.device) / SHARE else "stored"
     )
@@ -374,7 +376,7 @@ def backprop_of(stack: Stack, fused: bool, backprop: str) -> str:
 @lru_cache(maxsize=REMEMBERED)
 def method(stack: Stack, fused: bool, settings: Settings) -> Any:
     """The kernels of a stack, and what their backward pass starts from."""
-    backprop = backprop_of(stack, fused, settings.backprop)
+    backprop = backprop_of(stack, fused, settings)
     make: Callable[[Stack], Any] = Definition
     if fused and stack.device.type == "cpu":
         make = kernels(stack).Kernel
@@ -520,9 +522,9 @@ def stack_operator(
 @stack_operator.register_fake
 def _(y, tensors, text):
     stack, _, settings = _described(y, tensors, text)
-    backprop = backprop_of(stack, True, settings.backprop)
+    backprop = backprop_of(stack, True, settings)
     if backprop == "stored":
-        shape = (kernels(stack).saved_size(stack),)
+        shape = (kernels(stack).saved_size(stack, settings.precision),)
     elif backprop == "checkpoint":
         shape = (len(Checkpoint.bounds(stack.layers)) - 1, *y.shape)
     else:

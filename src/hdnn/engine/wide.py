@@ -1,9 +1,9 @@
 """Wide stacks on a GPU: matrix products by cuBLAS, and one pass over memory between them.
 
-Past some width the products take almost all of the time. Bias, activation and slope are Triton
-kernels; the versions of the state are written where the backward pass reads them; and all launches
-of a pass are replayed as one CUDA graph where the same memory is given again. In bf16 the factors
-of products are rounded, and states stay float32.
+Past some width the products take almost all of the time. Activation and slope are Triton kernels,
+and all launches of a pass are replayed as one CUDA graph where the same memory is given again.
+In tf32 and bf16 the gradients of weights are products of bf16 factors, so what each step reads is
+saved in bf16; in bf16 all factors are rounded. States stay float32.
 """
 
 from __future__ import annotations
@@ -25,42 +25,31 @@ from hdnn.engine.gpu import interpreted, sigma_of, slope_of
 from hdnn.engine.memory import Stack, Tensors
 
 ROWS, COLUMNS = 64, 64  # of a tile, between products
+# True if a product of bf16 factors can have a float32 result
+EXACT_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+BLOCK = 2048  # numbers that a program of `value_kernel` takes
 REMEMBERED = 32  # graphs of each pass
 WASTED = 64  # graphs that were recorded and never replayed, after which none is recorded any more
 
 
 @triton.jit
 def value_kernel(
-    a,
-    b,
-    z,
-    h,
-    fraction,
-    B,
-    r,
-    ACT: constexpr,
-    FAST: constexpr,
-    BB: constexpr,
-    BR: constexpr,
-):  # pragma: kernel
-    """a = a + b, and z = c sigma(a)."""
-    row = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)[:, None]
-    column = tl.program_id(1) * BR + tl.arange(0, BR)[None, :]
-    inside = (row < B) & (column < r)
-    at = row * r + column
+    a, z, h, fraction, size, ACT: constexpr, FAST: constexpr, BLOCK: constexpr
+):  # fmt: skip  # pragma: kernel
+    """z = c sigma(a)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
     x = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
-    x += tl.load(b + column, mask=column < r, other=0.0)
     value = tl.load(h) * fraction * sigma_of(x, ACT, FAST)
-    tl.store(a + at, x.to(a.dtype.element_ty), mask=inside)
     tl.store(z + at, value.to(z.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def slope_kernel(
-    a, w, u, z, h, fraction, sums, dots, B, r,
+    a, w, u, z, h, fraction, sums, dots, B, r, R, blocks,
     ACT: constexpr, FAST: constexpr, BB: constexpr, BR: constexpr,
 ):  # fmt: skip  # pragma: kernel
-    """u = c w sigma'(a) and z = c sigma(a), with sums of u and of w sigma(a) over the tile."""
+    """w = u = c w sigma'(a) and z = c sigma(a), with sums of u and of w sigma(a) over the tile."""
     tile = tl.program_id(0)
     block = tl.program_id(1)
     row = tile.to(tl.int64) * BB + tl.arange(0, BB)[:, None]
@@ -72,18 +61,35 @@ def slope_kernel(
     t = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
     value = sigma_of(x, ACT, FAST)
     slope = c * t * slope_of(x, value, ACT)
+    tl.store(w + at, slope.to(w.dtype.element_ty), mask=inside)
     tl.store(u + at, slope.to(u.dtype.element_ty), mask=inside)
     tl.store(z + at, (c * value).to(z.dtype.element_ty), mask=inside)
     total = block * BR + tl.arange(0, BR)
-    tl.store(sums + tile * r + total, tl.sum(slope, 0), mask=total < r)
-    tl.store(dots + tile * tl.num_programs(1) + block, tl.sum(t * value))
+    tl.store(sums + tile * R + total, tl.sum(slope, 0), mask=total < r)
+    tl.store(dots + tile * blocks + block, tl.sum(t * value))
 
 
-def saved_size(stack: Stack) -> int:
-    """Numbers that the forward pass saves: every version of the halves, and what sigma reads."""
-    parts = 2 if stack.scheme.halves else 1
-    versions = (stack.steps + parts) * stack.width
-    return stack.samples * (versions + stack.steps * max(stack.rows))
+def dtypes(precision: str) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of factors: of products with states, and of those that give weights."""
+    low = torch.bfloat16
+    return {"bf16": (low, low), "tf32": (torch.float32, low)}.get(
+        precision, (torch.float32, torch.float32)
+    )
+
+
+def saved_sizes(stack: Stack, precision: str) -> tuple[int, int]:
+    """Numbers of float32 that hold what each step reads, and what sigma reads."""
+    factor, low = dtypes(precision)
+    sizes = []
+    for width, dtype in ((stack.width, low), (max(stack.rows), factor)):
+        size = stack.steps * stack.samples * width * dtype.itemsize
+        sizes.append(-(-size // 128) * 32)  # aligned
+    return sizes[0], sizes[1]
+
+
+def saved_size(stack: Stack, precision: str = "ieee") -> int:
+    """Numbers that the forward pass saves."""
+    return sum(saved_sizes(stack, precision))
 
 
 class Kernel:
@@ -95,52 +101,50 @@ class Kernel:
         self.stack = stack
         self.precision = precision
         self.parts = 2 if stack.scheme.halves else 1
-        self.factor = torch.bfloat16 if precision == "bf16" else stack.dtype
+        self.factor, self.low = dtypes(precision)
         fast = precision in ("tf32", "bf16") and not interpreted()
-        self.how = {
-            "ACT": stack.sigma.name,
-            "FAST": fast,
-            "BB": ROWS,
-            "BR": COLUMNS,
-        }
+        self.how: dict[str, Any] = {"ACT": stack.sigma.name, "FAST": fast}
+        self.block = {**self.how, "BLOCK": BLOCK}
+        self.tile = {**self.how, "BB": ROWS, "BR": COLUMNS}
+        self.tiles = -(-stack.samples // ROWS)
+        self.blocks = -(-max(stack.rows) // COLUMNS)
         self.replay = Replay()
 
     def forward(
         self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """y_N from y_0 (B, n) and, with `save`, what `backward` needs of the states."""
-        saved = y.new_empty(saved_size(self.stack)) if save else None
+        stack = self.stack
+        saved = None
+        if save:
+            saved = y.new_empty(saved_size(stack, self.precision))
         out = torch.empty_like(y)
-        states, inner = self._room(y, saved)
-        z = self._new(y, 1, self.factor)[0]
+        sources, inner = self._room(y, saved)
+        now = self._new(y, y.dtype, self.parts)
+        z = self._new(y, self.factor)
         h: Any = tensors[0]
         weights = self._weights(tensors)
 
         def launch() -> None:
-            now = self._begin(y, states)
-            for s, (half, j, fraction) in enumerate(self.stack.order):
+            self._begin(y, now)
+            for s, (half, j, fraction) in enumerate(stack.order):
                 K, b, V = weights[half]
+                x = now[half]
+                if save or self.factor != x.dtype:
+                    source = sources[s if save else 0].copy_(x)
+                    x = source if self.factor == self.low else x
                 a = self._view(inner[s if save else 0], half)
                 value = self._view(z, half)
-                self._product(now[half], K[j].mT, a)
-                self._pointwise(
-                    value_kernel, half, a, b[j], value, h[j:], fraction
+                torch.addmm(b[j], x, K[j].mT, out=a)
+                size = a.numel()
+                value_kernel[(-(-size // BLOCK),)](
+                    a, value, h[j:], fraction, size, **self.block
                 )
-                to = self._moved(half)
-                place = states[self.parts + s] if save else now[to]
-                now[to] = self._add(now[to], value, V[j], place)
-            torch.cat(now, -1, out=out)
+                add_product(now[self._moved(half)], value, V[j])
+            torch.cat(now.unbind(0), -1, out=out)
 
-        used = [
-            y,
-            out,
-            z,
-            states,
-            inner,
-            h,
-            *[t for force in weights for t in force],
-        ]
-        self._run("forward" if save else "last", launch, used)
+        used = [y, out, z, now, sources, inner, h]
+        self._run("forward" if save else "last", launch, used, weights)
         return out, saved
 
     def backward(
@@ -151,56 +155,48 @@ class Kernel:
         out = torch.empty_like(g)
         buffer = g.new_empty(stack.size)
         grads = stack.gradients(buffer)
-        states, inner = self._room(g, saved)
-        now = torch.empty_like(states[: self.parts])
-        w, u, z = self._new(g, 3, self.factor)
-        tiles = -(-stack.samples // ROWS)
-        sums = g.new_empty(tiles, max(stack.rows))
-        dots = g.new_empty(tiles, -(-max(stack.rows) // COLUMNS))
+        sources, inner = self._room(g, saved)
+        now = self._new(g, g.dtype, self.parts)
+        low = self._new(g, self.low)
+        w = self._new(g, self.factor)
+        z = self._new(g, self.low)
+        u = w if self.factor == self.low else self._new(g, self.low)
+        sums = g.new_empty(stack.steps, self.tiles, max(stack.rows))
+        dots = g.new_empty(stack.steps, self.tiles, self.blocks)
         h: Any = tensors[0]
         weights = self._weights(tensors)
-        sources = self._sources()
 
         def launch() -> None:
             buffer.zero_()
-            gs = self._begin(g, now)
+            self._begin(g, now)
             for s in reversed(range(stack.steps)):
                 half, j, fraction = stack.order[s]
                 K, _, V = weights[half]
-                dK, db, dV = grads[3 * half + 1 : 3 * half + 4]
+                dK, _, dV = grads[3 * half + 1 : 3 * half + 4]
                 t, slope, value = (self._view(each, half) for each in (w, u, z))
-                total = sums.view(-1)[: tiles * stack.rows[half]].view(
-                    tiles, -1
-                )
-                g_target = gs[self._moved(half)]
-                self._product(g_target, V[j].mT, t)
-                args = (
-                    self._view(inner[s], half),
-                    t,
-                    slope,
-                    value,
-                    h[j:],
-                    fraction,
-                    total,
-                    dots,
-                )
-                self._pointwise(slope_kernel, half, *args)
-                self._add(dK[j], slope.mT, states[sources[s]], dK[j])  # pyright: ignore[reportOptionalSubscript]
+                target = now[self._moved(half)]
+                rounded = target
+                if self.low != target.dtype:
+                    rounded = self._state(low).copy_(target)
+                x = rounded if self.factor == self.low else target
+                torch.mm(x, V[j].mT, out=t)
+                a = self._view(inner[s], half)
+                B, r = a.shape
+                grid = (self.tiles, -(-r // COLUMNS))
+                slope_kernel[grid](
+                    a, t, slope, value, h[j:], fraction, sums[s], dots[s],
+                    B, r, sums.shape[-1], self.blocks, **self.tile,
+                )  # fmt: skip
+                add_product(dK[j], slope.mT, sources[s])  # pyright: ignore[reportOptionalSubscript]
                 into = dK if stack.outputs[half] == "same" else dV
                 if into is not None:
-                    self._add(into[j], value.mT, g_target, into[j])
-                db[j].add_(total.sum(0))  # pyright: ignore[reportOptionalSubscript]
-                if grads[0] is not None:
-                    blocks = -(-stack.rows[half] // COLUMNS)
-                    part = dots.view(-1)[: tiles * blocks].sum()
-                    grads[0][j].add_(part, alpha=fraction)
-                self._add(gs[half], slope, K[j], gs[half])
-            torch.cat(gs, -1, out=out)
+                    add_product(into[j], value.mT, rounded)
+                add_product(now[half], t, K[j])
+            self._collect(sums, dots, grads)
+            torch.cat(now.unbind(0), -1, out=out)
 
-        used = [g, out, buffer, saved, now, w, u, z, sums, dots, h]
-        self._run(
-            "backward", launch, used + [t for force in weights for t in force]
-        )
+        used = [g, out, buffer, saved, now, low, w, u, z, sums, dots, h]
+        self._run("backward", launch, used, weights)
         return [out, *grads]
 
     # Parts of a pass
@@ -208,35 +204,57 @@ class Kernel:
     def _moved(self, half: int) -> int:
         return 1 - half if self.parts == 2 else half
 
-    def _sources(self) -> list[int]:
-        """The version of the state that each step reads."""
-        latest = list(range(self.parts))
-        sources = []
-        for s, (half, _, _) in enumerate(self.stack.order):
-            sources.append(latest[half])
-            latest[self._moved(half)] = self.parts + s
-        return sources
+    def _collect(
+        self, sums: Tensor, dots: Tensor, grads: list[Tensor | None]
+    ) -> None:
+        """The gradients of biases and steps, from the sums over each tile of each step."""
+        stack = self.stack
+        moves = list(stack.scheme.ordered(stack.inverse))
+        N = stack.layers
+        by_layer = sums.view(N, len(moves), self.tiles, -1)
+        dots_by_layer = dots.view(N, len(moves), self.tiles, -1)
+        dh = 0.0
+        for e, (half, _, fraction) in enumerate(moves):
+            r = stack.rows[half]
+            db: Any = grads[3 * half + 2]
+            total = by_layer[:, e, :, :r].sum(1)
+            db += total.flip(0) if stack.inverse else total
+            blocks = -(-r // COLUMNS)
+            dh = dh + fraction * dots_by_layer[:, e, :, :blocks].sum((1, 2))
+        if isinstance(dh, Tensor) and grads[0] is not None:
+            grads[0].copy_(dh.flip(0) if stack.inverse else dh)
 
     def _room(self, y: Tensor, saved: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Room for the versions of the state (.., B, m), and for what sigma reads."""
+        """Room for what each step reads (.., B, m), and for what sigma reads (.., B r)."""
         stack = self.stack
         B, m, R = stack.samples, stack.width, max(stack.rows)
         if saved is None:
-            return y.new_empty(self.parts, B, m), y.new_empty(1, B * R)
-        size = (stack.steps + self.parts) * B * m
-        return saved[:size].view(-1, B, m), saved[size:].view(
-            stack.steps, B * R
-        )
+            inner = y.new_empty(1, B * R, dtype=self.factor)
+            return y.new_empty(1, B, m, dtype=self.low), inner
+        size, _ = saved_sizes(stack, self.precision)
+        sources = saved[:size].view(self.low)[: stack.steps * B * m]
+        inner = saved[size:].view(self.factor)[: stack.steps * B * R]
+        return sources.view(-1, B, m), inner.view(-1, B * R)
 
-    def _new(self, y: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        return y.new_empty(
-            count, self.stack.samples * max(self.stack.rows), dtype=dtype
-        )
+    def _new(
+        self, y: Tensor, dtype: torch.dtype, parts: int | None = None
+    ) -> Tensor:
+        """Room for both parts of a state (parts, B, m), or for a matrix of any of the widths."""
+        stack = self.stack
+        if parts is not None:
+            return y.new_empty(parts, stack.samples, stack.width, dtype=dtype)
+        widest = max(*stack.rows, stack.width)
+        return y.new_empty(stack.samples * widest, dtype=dtype)
 
     def _view(self, flat: Tensor, half: int) -> Tensor:
         """The matrix (B, r) at the beginning of a buffer."""
         r = self.stack.rows[half]
         return flat[: self.stack.samples * r].view(-1, r)
+
+    def _state(self, flat: Tensor) -> Tensor:
+        """The matrix (B, m) at the beginning of a buffer."""
+        m = self.stack.width
+        return flat[: self.stack.samples * m].view(-1, m)
 
     def _weights(self, tensors: Tensors) -> list[tuple[Tensor, Tensor, Tensor]]:
         """K, b and V of each force; factors of products are rounded."""
@@ -244,42 +262,37 @@ class Kernel:
         for force in self.stack.forces(tensors):
             K = force.K.to(self.factor)
             V = K if force.V is None else force.V.to(self.factor)
-            weights.append((K, force.b, V))
+            weights.append((K, force.b.to(self.factor), V))
         return weights
 
-    def _begin(self, y: Tensor, states: Tensor) -> list[Tensor]:
-        """The parts of y, each in its place."""
-        return [
-            states[i].copy_(part)
-            for i, part in enumerate(y.chunk(self.parts, -1))
-        ]
-
-    def _product(self, x: Tensor, W: Tensor, out: Tensor) -> None:
-        """Out = x W."""
-        if self.factor == x.dtype == out.dtype:
-            torch.mm(x, W, out=out)
-        else:
-            out.copy_(x.to(self.factor) @ W)
-
-    def _add(self, now: Tensor, x: Tensor, W: Tensor, out: Tensor) -> Tensor:
-        """Out = now + x W."""
-        if self.factor == now.dtype:
-            return torch.addmm(now, x, W, out=out)
-        return torch.add(now, x @ W.to(self.factor), out=out)
-
-    def _pointwise(self, kernel: Any, half: int, *args: Any) -> None:
-        B, r = self.stack.samples, self.stack.rows[half]
-        grid = (-(-B // ROWS), -(-r // COLUMNS))
-        kernel[grid](*args, B, r, **self.how, num_warps=4)
+    def _begin(self, y: Tensor, now: Tensor) -> None:
+        """Take y apart."""
+        for part, place in zip(y.chunk(self.parts, -1), now, strict=True):
+            place.copy_(part)
 
     def _run(
-        self, name: str, launch: Callable[[], None], used: list[Tensor]
+        self,
+        name: str,
+        launch: Callable[[], None],
+        used: list[Tensor],
+        weights: list[tuple[Tensor, Tensor, Tensor]],
     ) -> None:
         if self.stack.device.type != "cuda":
             launch()
             return
+        used += [t for force in weights for t in force]
         with torch.cuda.device(self.stack.device), multiplying(self.precision):
             self.replay(name, launch, used)
+
+
+def add_product(into: Tensor, x: Tensor, W: Tensor) -> None:
+    """Into += x W, added up in float32 whatever the factors are."""
+    if x.dtype == into.dtype:
+        into.addmm_(x, W)
+    elif x.is_cuda and EXACT_SUMS:
+        into += torch.mm(x, W, out_dtype=into.dtype)
+    else:
+        into += x.to(into.dtype) @ W.to(into.dtype)
 
 
 class Replay:
