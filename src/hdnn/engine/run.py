@@ -457,7 +457,9 @@ def _readable(t: Any, dtype: torch.dtype) -> Any:
 def _traced(call: Call, engine: str | None, backprop: str | None) -> Tensor:
     """A call inside `torch.compile`; exporters get the plain loop, in operators that they know."""
     scheme, y, forces, h, sigma, inverse = call
-    if torch.compiler.is_exporting() or not is_fused(engine or "auto", call):
+    # Not `is_exporting`, which PyTorch 2.11 answers with True in every compiled graph.
+    exporting = not torch.compiler.is_dynamo_compiling()
+    if exporting or not is_fused(engine or "auto", call):
         return schemes.run(scheme, y, forces, h, sigma, inverse=inverse)
     dtype = torch.float32 if y.dtype in HALF else y.dtype
     learned = isinstance(h, Tensor) and h.requires_grad
