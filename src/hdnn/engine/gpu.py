@@ -30,6 +30,10 @@ FEW = 1024
 """Entries of K; from so many on, weight gradients in tf32 are products of bf16 factors."""
 
 
+FEW_SAMPLES = 2048
+"""Up to so many, smaller tiles keep more of the GPU at work."""
+
+
 @triton.jit
 def sigma_of(x, ACT: constexpr, FAST: constexpr):  # pragma: kernel
     if ACT == "tanh":
@@ -463,22 +467,22 @@ def padded(size: int) -> int:
 
 
 def tiling(
-    width: int, rows: int, precision: str, backward: bool
+    stack: Stack, precision: str, backward: bool
 ) -> tuple[int, int, int]:
     """Samples a tile, rows of K a block, and warps a program; measured on an H200."""
-    BM = padded(width)
+    BM = padded(stack.width)
     exact = precision in ("ieee", "tf32x3")
+    block, warps = 64, 4
     if BM <= 32:
-        samples, block, warps = (32 if exact else 64), 32, 4
+        samples, block = (32 if exact else 64), 32
     elif BM == 64:
-        samples, block, warps = (32 if exact or backward else 64), 64, 4
-        if precision == "ieee":
-            block = 32
+        samples = 32 if exact or backward else 64
+        block = 32 if precision == "ieee" else 64
     elif exact:
         samples, block, warps = (16 if backward else 32), 32, 8
     else:
-        samples, block, warps = 64, 64, 8
-    return samples, min(block, padded(rows)), warps
+        samples = 16 if stack.samples <= FEW_SAMPLES else 32
+    return samples, min(block, padded(max(stack.rows))), warps
 
 
 def saved_size(stack: Stack, precision: str = "ieee") -> int:
@@ -552,13 +556,12 @@ class Kernel:
 
     def _tiles(self, backward: bool) -> tuple[int, dict[str, int]]:
         stack = self.stack
-        most = max(stack.rows)
-        BT, BR, warps = tiling(stack.width, most, self.precision, backward)
+        BT, BR, warps = tiling(stack, self.precision, backward)
         tiles = -(-stack.samples // BT)
         return tiles, {
             "BT": BT,
             "BR": BR,
-            "RB": -(-most // BR),
+            "RB": -(-max(stack.rows) // BR),
             "num_warps": warps,
             "num_stages": 1,
         }
