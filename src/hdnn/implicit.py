@@ -116,7 +116,7 @@ def coupling(A: Tensor, B: Tensor, S: float) -> Tensor:
     `B diag(sigma') A` lies entry by entry below it, so that the right-hand side is a contraction in
     some weighted maximum norm.
     """
-    return torch.linalg.eigvals(S * B.abs() @ A.abs()).abs().amax(-1)
+    return S * torch.linalg.eigvals(B.abs() @ A.abs()).abs().amax(-1)
 
 
 # Newton's method
