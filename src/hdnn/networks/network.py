@@ -498,9 +498,8 @@ class Network(nn.Module):
     ) -> Tensor:
         """The derivatives `dy_{j+1}/dy_j` of all or some layers, `(L, B, n, n)`.
 
-        In closed form and in denominator layout: the transpose of what
-        `torch.autograd.functional.jacobian` gives. For a subclass that computes in its own way, by
-        automatic differentiation of its `layer`.
+        In denominator layout: the transpose of what `torch.autograd.functional.jacobian` gives. Of
+        a subclass that computes in its own way, the layers run one by one.
 
         Args:
             states: before and after each of these layers, `(L+1, B, n)`, as `trajectory` gives.
