@@ -285,6 +285,7 @@ def get(activation: str | Activation | Elementwise) -> Activation:
 def _of_function(function: Elementwise) -> Activation:
     """The registered activation with the values of a function, which is registered if it is new."""
     x = _points()
+    value = x
     try:
         with torch.no_grad():
             value = function(x.clone())

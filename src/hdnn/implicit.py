@@ -282,9 +282,9 @@ class _Solution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """With `D = diag(sigma')`: `v = (I - B D A)^-T g`, `dc = v`, `da = u = D B^T v`."""
-        *tensors, x = ctx.saved_tensors
-        equation = Equation(*tensors, ctx.sigma)
-        _, B, A, a, start, sigma = equation
+        c, B, A, a, start, x = ctx.saved_tensors
+        sigma = ctx.sigma
+        equation = Equation(c, B, A, a, start, sigma)
         value, slope = equation.value_and_slope(x)
         v = _solved(equation.matrix(slope).mT, grads[0])
         w = _times(B.mT, v)
