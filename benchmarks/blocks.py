@@ -15,7 +15,6 @@ those of stored ones, bit by bit.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,12 +26,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hdnn
+from engine import in_turns
 
 SIZES: dict[str, dict[str, Any]] = {
     "full": {"d": 512, "tokens": 512, "batch": 64, "depths": (12, 48, 96)},
     "quick": {"d": 32, "tokens": 16, "batch": 2, "depths": (2, 4)},
 }
-TURNS = 5
+Pairs = list[tuple[nn.Module, nn.Module]]
 
 
 class Attention(nn.Module):
@@ -48,23 +48,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, d = x.shape
-        q, k, v = (
-            self.split(self.norm(x))
-            .view(B, T, 3, self.heads, -1)
-            .permute(2, 0, 3, 1, 4)
-        )
+        three = self.split(self.norm(x)).view(B, T, 3, self.heads, -1)
+        q, k, v = three.permute(2, 0, 3, 1, 4)
         values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.drop(self.join(values.transpose(1, 2).reshape(B, T, d)))
 
 
 def mlp(d: int, drop: float = 0.0) -> nn.Module:
-    parts = (
-        nn.LayerNorm(d),
-        nn.Linear(d, 4 * d),
-        nn.GELU(),
-        nn.Linear(4 * d, d),
-    )
-    return nn.Sequential(*parts, nn.Dropout(drop))
+    wide, narrow = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+    parts = (nn.LayerNorm(d), wide, nn.GELU(), narrow, nn.Dropout(drop))
+    return nn.Sequential(*parts)
 
 
 class Autocast(nn.Module):
@@ -79,9 +72,7 @@ class Autocast(nn.Module):
             return self.body(x).float()
 
 
-def pairs(
-    d: int, depth: int, drop: float = 0.0
-) -> list[tuple[nn.Module, nn.Module]]:
+def pairs(d: int, depth: int, drop: float = 0.0) -> Pairs:
     torch.manual_seed(0)
     both = []
     for _ in range(depth):
@@ -110,9 +101,6 @@ class Checkpointed(nn.Module):
         return y
 
 
-Pairs = list[tuple[nn.Module, nn.Module]]
-
-
 def memcnn_net(both: Pairs) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -121,9 +109,8 @@ def memcnn_net(both: Pairs) -> nn.Module:
     layers = []
     for attention, perceptron in both:
         coupling = memcnn.AdditiveCoupling(attention, perceptron, split_dim=-1)
-        layers.append(
-            memcnn.InvertibleModuleWrapper(coupling, keep_input=False)
-        )
+        layer = memcnn.InvertibleModuleWrapper(coupling, keep_input=False)
+        layers.append(layer)
     return nn.Sequential(*layers)
 
 
@@ -161,22 +148,8 @@ WAYS: dict[str, Callable[[Pairs], nn.Module]] = {
     "revlib": revlib_net,
     "memcnn": memcnn_net,
 }
-OURS = (
-    "undone",
-    "undone, on the grid",
-    "stored",
-)  # at all depths; others only at the largest
-
-
-def step_of(net: nn.Module, y: Tensor) -> Callable[[], None]:
-    parameters = [*net.parameters()]
-
-    def step() -> None:
-        for p in parameters:
-            p.grad = None
-        net(y.clone()).square().mean().backward()
-
-    return step
+# At all depths; others only at the largest
+OURS = ("undone", "undone, on the grid", "stored")
 
 
 def measured(
@@ -184,47 +157,30 @@ def measured(
 ) -> dict[str, Any]:
     """Peak MiB of a step beyond parameters and gradients, and the step itself."""
     net = WAYS[way](pairs(sizes["d"], depth)).to(device)
-    y = torch.randn(
-        sizes["batch"], sizes["tokens"], 2 * sizes["d"], device=device
-    )
-    step = step_of(net, y.requires_grad_())
+    shape = (sizes["batch"], sizes["tokens"], 2 * sizes["d"])
+    y = torch.randn(shape, device=device, requires_grad=True)
+
+    def step() -> None:
+        for p in net.parameters():
+            p.grad = None
+        net(y.clone()).square().mean().backward()
+
     step()
     row: dict[str, Any] = {"way": way, "depth": depth, "step": step}
     if device == "cuda":
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
-        torch.cuda.synchronize()
         row["mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
     return row
 
 
-def in_turns(rows: list[dict[str, Any]], device: str) -> None:
-    """Milliseconds of the steps, in turns."""
-    for row in rows:
-        row["ms"] = []
-    for _ in range(TURNS):
-        for row in rows:
-            wait(device)
-            start = time.perf_counter()
-            row["step"]()
-            wait(device)
-            row["ms"].append(1e3 * (time.perf_counter() - start))
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def identical(depth: int, sizes: dict[str, Any], device: str) -> bool:
     """Whether gradients with dropout, undone on the grid, are those of stored states, all bits."""
-    net: Any = WAYS["undone, on the grid"](pairs(sizes["d"], depth, 0.1)).to(
-        device
-    )
-    y = torch.randn(
-        2, sizes["tokens"], 2 * sizes["d"], device=device, requires_grad=True
-    )
+    net: Any = WAYS["undone, on the grid"](pairs(sizes["d"], depth, 0.1))
+    net.to(device)
+    shape = (2, sizes["tokens"], 2 * sizes["d"])
+    y = torch.randn(shape, device=device, requires_grad=True)
     gradients = []
     for backprop in ("reversible", "stored"):
         net.backprop = backprop
@@ -250,15 +206,12 @@ def at_depth(
     for way in ways:
         try:
             rows.append(measured(way, depth, sizes, device))
-        except (
-            Exception
-        ) as error:  # a contestant that does not run is a result too
-            failed.append(
-                {"way": way, "depth": depth, "failed": why_not(error)}
-            )
-    in_turns(rows, device)
+        except Exception as error:  # not to run is a result too
+            reason = why_not(error)
+            failed.append({"way": way, "depth": depth, "failed": reason})
+    times = in_turns({row["way"]: row.pop("step") for row in rows}, device, 0)
     for row in rows:
-        del row["step"]
+        row["ms"] = times[row["way"]]
     for row in rows + failed:
         say(str(row))
     return rows + failed
@@ -288,7 +241,7 @@ def page(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"A training step in bf16 autocast: {sizes['d']} features, {sizes['tokens']} tokens, "
-        f"batch {sizes['batch']}. Milliseconds are medians (least to most) of {TURNS} turns, "
+        f"batch {sizes['batch']}. Milliseconds are medians (least to most) of 5 turns, "
         "memory is MiB at the peak, beyond parameters and gradients.",
     ]
     rows = []

@@ -65,13 +65,8 @@ STACKS: dict[str, list[tuple[Any, ...]]] = {
     ],
 }
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {
-        "seconds": 3.0,
-        "stacks": 10,
-        "depths": (16, 256, 4096),
-        "first": "yes",
-    },
-    "quick": {"seconds": 0.1, "stacks": 2, "depths": (16,), "first": "no"},
+    "full": {"seconds": 3.0, "stacks": 10, "depths": (16, 256, 4096)},
+    "quick": {"seconds": 0.1, "stacks": 2, "depths": (16,)},
 }
 
 
@@ -100,10 +95,7 @@ def plain_h2(
     each shear is two fused products with one activation between them.
     """
     p, q = y.chunk(2, -1)
-    layers = zip(
-        K_p.unbind(), K_q.unbind(), b_p.unbind(), b_q.unbind(), strict=True
-    )
-    for Kp, Kq, bp, bq in layers:
+    for Kp, Kq, bp, bq in zip(K_p, K_q, b_p, b_q, strict=True):
         p = torch.addmm(p, torch.addmm(bq, q, Kq.T).tanh(), Kq, alpha=-h)
         q = torch.addmm(q, torch.addmm(bp, p, Kp.T).tanh(), Kp, alpha=h)
     return torch.cat([p, q], -1)
@@ -113,7 +105,7 @@ def plain_h1(y: Tensor, K: Tensor, b: Tensor, h: float) -> Tensor:
     """The same for forward Euler, with K J^T made once for all layers."""
     K_p, K_q = K.chunk(2, -1)
     moves = torch.cat([-K_q, K_p], -1)
-    for Kj, bj, Vj in zip(K.unbind(), b.unbind(), moves.unbind(), strict=True):
+    for Kj, bj, Vj in zip(K, b, moves, strict=True):
         y = torch.addmm(y, torch.addmm(bj, y, Kj.T).tanh(), Vj, alpha=h)
     return y
 
@@ -121,41 +113,26 @@ def plain_h1(y: Tensor, K: Tensor, b: Tensor, h: float) -> Tensor:
 PLAIN: dict[str, Callable[..., Tensor]] = {"h1": plain_h1, "h2": plain_h2}
 
 
-def step_of(forward: Callable[[], Tensor], leaves: list[Tensor]) -> Step:
+def step_of(function: Callable[..., Tensor], leaves: list[Any]) -> Step:
     """A training step without the optimiser; gradients start from None, as after zero_grad."""
 
     def step() -> None:
         for leaf in leaves:
             leaf.grad = None
-        forward().sum().backward()
+        function(*leaves, H).sum().backward()
 
     return step
 
 
-def default(kind: str, tensors: list[Any]) -> Step:
-    function = getattr(functional, kind)
-    return step_of(lambda: function(*tensors, H), tensors)
-
-
-def plain(kind: str, tensors: list[Any]) -> Step:
-    return step_of(lambda: PLAIN[kind](*tensors, H), tensors)
-
-
-def compiled(kind: str, tensors: list[Any]) -> Step:
-    torch._dynamo.reset()
-    function = torch.compile(getattr(functional, kind), fullgraph=True)
-    return step_of(lambda: function(*tensors, H), tensors)
-
-
-def plain_compiled(kind: str, tensors: list[Any]) -> Step:
+def plain_compiled(kind: str) -> Callable[..., Tensor]:
     """The plain loop compiled, in a CUDA graph."""
     loop = torch.compile(PLAIN[kind], mode="reduce-overhead")
 
-    def forward() -> Tensor:
+    def forward(*tensors: Any) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return loop(*tensors, H)
+        return loop(*tensors)
 
-    return step_of(forward, tensors)
+    return forward
 
 
 def products(kind: str, tensors: list[Any]) -> Step:
@@ -205,7 +182,7 @@ def in_turns(
         counts[name] = max(1, int(1e3 * BLOCK / turn(step, 1, device)))
     times: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[name]) < 5:
+    while time.perf_counter() < end or len(min(times.values())) < 5:
         for name, step in steps.items():
             times[name].append(turn(step, counts[name], device))
     return times
@@ -218,12 +195,14 @@ def compare(size: tuple[Any, ...], device: str, seconds: float) -> Row:
         "high" if precision == "tf32" else "highest"
     )
     tensors = weights(kind, n, batch, N, device)
-    steps = {"hdnn": default(kind, tensors), "plain": plain(kind, tensors)}
-    steps["products"] = products(kind, tensors)
+    functions = {"hdnn": getattr(functional, kind), "plain": PLAIN[kind]}
     if device == "cuda":
-        steps["plain, compiled"] = plain_compiled(kind, tensors)
+        functions["plain, compiled"] = plain_compiled(kind)
     if n <= 64 and N <= 64:
-        steps["compiled"] = compiled(kind, tensors)
+        torch._dynamo.reset()
+        functions["compiled"] = torch.compile(functions["hdnn"], fullgraph=True)
+    steps = {name: step_of(f, tensors) for name, f in functions.items()}
+    steps["products"] = products(kind, tensors)
     times = in_turns(steps, device, seconds)
     ratios = [b / a for a, b in zip(times["hdnn"], times["plain"], strict=True)]
     row: Row = {
@@ -234,9 +213,7 @@ def compare(size: tuple[Any, ...], device: str, seconds: float) -> Row:
         "target": target,
         "turns": len(ratios),
     }
-    figures = ", ".join(
-        f"{name} {value:.3f}" for name, value in row["ms"].items()
-    )
+    figures = ", ".join(f"{name} {t:.3f}" for name, t in row["ms"].items())
     say(f"{row['what']}: {figures} ms; {row['ratio']:.1f} times the plain loop")
     return row
 
@@ -260,9 +237,7 @@ else:
 """
 
 FIRST = """
-import os, time
-start = time.perf_counter()
-import torch, hdnn
+import time, torch, hdnn
 after = time.perf_counter()
 net = hdnn.H2(features=4, layers=8)
 net(torch.randn(100, 4)).sum().backward()
@@ -271,12 +246,9 @@ print(time.perf_counter() - after)
 
 
 def in_process(code: str, **environment: str) -> float:
+    how: Any = {"env": os.environ | environment, "check": True, "text": True}
     command = [sys.executable, "-c", code]
-    variables = os.environ | environment
-    done = subprocess.run(
-        command, env=variables, check=True, capture_output=True, text=True
-    )
-    return float(done.stdout)
+    return float(subprocess.run(command, stdout=subprocess.PIPE, **how).stdout)
 
 
 def memory(device: str, depths: tuple[int, ...]) -> list[Row]:
@@ -286,10 +258,8 @@ def memory(device: str, depths: tuple[int, ...]) -> list[Row]:
     for N in depths:
         row: Row = {"layers": N}
         for backprop in ("auto", "checkpoint", "reversible"):
-            code = MEMORY.format(
-                here=here, N=N, device=device, backprop=backprop
-            )
-            row[backprop] = in_process(code)
+            options = {"N": N, "device": device, "backprop": backprop}
+            row[backprop] = in_process(MEMORY.format(here=here, **options))
         say(f"memory: {row}")
         rows.append(row)
     return rows
@@ -298,22 +268,17 @@ def memory(device: str, depths: tuple[int, ...]) -> list[Row]:
 def accuracy(device: str) -> Row:
     """The relative error of gradients in float32, against the definition in float64."""
     row: Row = {}
-    for precision in (
-        ("ieee", "tf32x3", "tf32", "bf16") if device == "cuda" else ("ieee",)
-    ):
-        tensors = weights("h2", 64, 500, 64, device)
-        exact = [t.detach().double().requires_grad_() for t in tensors]
-        with hdnn.engine.use(engine="reference"):
-            out = functional.h2(*exact, H)
-        wanted = torch.autograd.grad(out.sum(), exact)
+    tensors: Any = weights("h2", 64, 500, 64, device)
+    exact: Any = [t.detach().double().requires_grad_() for t in tensors]
+    out = functional.h2(*exact, H, engine="reference")
+    pairs = list(
+        zip(tensors, torch.autograd.grad(out.sum(), exact), strict=True)
+    )
+    cuda = ("ieee", "tf32x3", "tf32", "bf16")
+    for precision in cuda if device == "cuda" else cuda[:1]:
         with hdnn.engine.use(precision=precision):
-            ours = torch.autograd.grad(
-                functional.h2(*tensors, H).sum(), tensors
-            )
-        errors = [
-            float((a - b).norm() / b.norm())
-            for a, b in zip(ours, wanted, strict=True)
-        ]
+            step_of(functional.h2, tensors)()
+        errors = [float((t.grad - g).norm() / g.norm()) for t, g in pairs]
         row[precision] = max(errors)
     say(f"relative error of gradients: {row}")
     return row
@@ -322,9 +287,8 @@ def accuracy(device: str) -> Row:
 def first_call() -> Row:
     """Seconds of the first step with no compiled kernel on disk, and with."""
     with tempfile.TemporaryDirectory() as folder:
-        cold, warm = (
-            in_process(FIRST, NUMBA_CACHE_DIR=folder) for _ in range(2)
-        )
+        cold = in_process(FIRST, NUMBA_CACHE_DIR=folder)
+        warm = in_process(FIRST, NUMBA_CACHE_DIR=folder)
     say(f"first step: {cold:.1f} s, with kernels on disk {warm:.2f} s")
     return {"cold": cold, "warm": warm}
 
@@ -346,29 +310,23 @@ def page(result: dict[str, Any]) -> str:
     rows = []
     for row in result["speed"]:
         low, high = row["quartiles"]
-        times = [
-            f"{row['ms'][name]:.3f}" if name in row["ms"] else ""
-            for name in names
-        ]
+        ms = [row["ms"].get(name) for name in names]
+        times = ["" if t is None else f"{t:.3f}" for t in ms]
         missed = " (missed)" if row["ratio"] < row["target"] else ""
         ratio = f"{row['ratio']:.1f} ({low:.1f} to {high:.1f})"
         rows.append([row["what"], *times, ratio, f"{row['target']:g}{missed}"])
     head = "stack | hdnn, ms | plain loop | plain, compiled | products alone | inside compile | "
     head += "plain / hdnn | target"
     lines += report.table(head, rows)
-    lines += [
-        "",
-        "Memory of a process at its peak, MiB (H2, 16 features, batch 4000):",
-    ]
+    title = "Memory of a process at its peak, MiB"
+    lines += ["", f"{title} (H2, 16 features, batch 4000):"]
     methods = ("auto", "checkpoint", "reversible")
-    depths = [
-        [row["layers"], *[f"{row[name]:.0f}" for name in methods]]
-        for row in result["memory"]
-    ]
-    lines += report.table("layers | " + " | ".join(methods), depths)
-    errors = ", ".join(
-        f"{name} {error:.1e}" for name, error in result["accuracy"].items()
-    )
+    rows = []
+    for row in result["memory"]:
+        rows.append([row["layers"], *[f"{row[name]:.0f}" for name in methods]])
+    lines += report.table("layers | " + " | ".join(methods), rows)
+    errors = [f"{name} {e:.1e}" for name, e in result["accuracy"].items()]
+    errors = ", ".join(errors)
     lines += ["", f"Relative error of gradients against float64: {errors}."]
     first = result["first"]
     if first is not None:
@@ -379,7 +337,7 @@ def page(result: dict[str, Any]) -> str:
 
 def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
     stacks = STACKS[device][: sizes["stacks"]]
-    first = device == "cpu" and sizes["first"] == "yes"
+    first = device == "cpu" and len(sizes["depths"]) > 1
     return {
         "speed": [compare(size, device, sizes["seconds"]) for size in stacks],
         "accuracy": accuracy(device),

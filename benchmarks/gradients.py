@@ -63,23 +63,15 @@ def drawn(number: int) -> tuple[str, nn.Module, Tensor]:
         "generator": generator,
     }
     if unit:
-        net: nn.Module = hdnn.HamiltonianUnit(
-            n, layers, network=kind[:2], **options
-        )
-        return (
-            kind,
-            net,
-            torch.randn(dice.choice((1, 3)), n, 5, 5, generator=generator),
-        )
+        net = hdnn.HamiltonianUnit(n, layers, network=kind[:2], **options)
+        shape = (dice.choice((1, 3)), n, 5, 5)
+        return kind, net, torch.randn(shape, generator=generator)
     if kind in ("verlet", "yoshida4"):
         net = hdnn.HamiltonianNet(n, layers, kind, **options)
     else:
         net = getattr(hdnn, kind)(n, layers, **options)
-    return (
-        kind,
-        net,
-        torch.randn(dice.choice((1, 3, 10, 70)), n, generator=generator),
-    )
+    shape = (dice.choice((1, 3, 10, 70)), n)
+    return kind, net, torch.randn(shape, generator=generator)
 
 
 def gradients(net: nn.Module, y: Tensor, **options: Any) -> list[Tensor]:
@@ -88,12 +80,8 @@ def gradients(net: nn.Module, y: Tensor, **options: Any) -> list[Tensor]:
     leaf = y.detach().requires_grad_()
     with hdnn.engine.use(**options):
         out = net(leaf)
-        u = (
-            torch.arange(1, out.numel() + 1, dtype=torch.float64)
-            .cos()
-            .view(out.shape)
-        )
-        out.backward(u.to(out))
+        u = torch.arange(1, out.numel() + 1, dtype=torch.float64).cos()
+        out.backward(u.view(out.shape).to(out))
     grads = [leaf.grad, *(p.grad for p in net.parameters())]
     return [g.cpu().double() for g in grads if g is not None]
 
@@ -105,11 +93,8 @@ def off(grads: list[Tensor], exact: list[Tensor]) -> float:
     errors = [0.0]
     for a, b in zip(grads, exact, strict=True):
         size = max(float(b.abs().max()), 1e-300)
-        errors.append(
-            float(
-                (a / size - b / size).norm() / (b / size).norm().clamp_min(1.0)
-            )
-        )
+        a, b = a / size, b / size
+        errors.append(float((a - b).norm() / b.norm().clamp_min(1.0)))
     return max(errors)
 
 

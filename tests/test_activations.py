@@ -201,3 +201,67 @@ def test_rows_can_have_activations_of_their_own():
 def test_a_misspelt_name_is_met_with_the_nearest():
     with pytest.raises(OptionError, match="Did you mean 'tanh'"):
         activations.get("tahn")
+
+
+FUNCTIONS = [
+    (torch.nn.ReLU(), "relu"),
+    (torch.tanh, "tanh"),
+    (torch.nn.functional.silu, "silu"),
+    (torch.nn.Softplus(), "softplus"),
+    (lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)), "gelu"),
+]
+
+
+@pytest.mark.parametrize(("function", "name"), FUNCTIONS)
+def test_a_function_with_the_values_of_an_activation_is_that_activation(
+    function, name
+):
+    assert activations.get(function) is activations.get(name)
+    assert hdnn.H2(4, 3, activation=function).activation == name
+
+
+@pytest.fixture
+def mish(monkeypatch):
+    registry = dict(activations._REGISTRY)
+    monkeypatch.setattr(activations, "_REGISTRY", registry)
+    return torch.nn.Mish()
+
+
+def test_networks_take_any_elementwise_module_and_its_exact_slope(mish):
+    net = hdnn.H2(4, 3, activation=mish, dtype=torch.float64)
+    y = torch.randn(5, 4, dtype=torch.float64)
+    p, q = y.chunk(2, -1)
+    for K_p, K_q in zip(net.K_p, net.K_q, strict=True):
+        p = p - net.step * mish(q @ K_q.mT) @ K_q
+        q = q + net.step * mish(p @ K_p.mT) @ K_p
+    torch.testing.assert_close(net(y), torch.cat([p, q], -1))
+    jacobian = torch.func.vmap(torch.func.jacrev(net))(y)
+    product = torch.eye(4, dtype=torch.float64)
+    for layer in net.layer_jacobians(net.trajectory(y)):
+        product = product @ layer
+    torch.testing.assert_close(product.mT, jacobian)
+    assert net.guarantee().holds
+    assert not hdnn.H1(4, 3, activation=mish).guarantee().holds
+    assert "Mish()" not in activations.names()
+
+
+def test_an_activation_without_an_integral_says_that_it_needs_one(mish):
+    with pytest.raises(OptionError, match="integral of the activation"):
+        functional.energy(
+            torch.ones(2), torch.eye(2), torch.zeros(2), activation=mish
+        )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.nn.Softmax(-1),
+        torch.nn.PReLU(),
+        torch.nn.Dropout(),
+        torch.nn.ReLU,
+        torch.cumsum,
+    ],
+)
+def test_functions_that_are_not_elementwise_are_refused(function):
+    with pytest.raises(OptionError, match="must be a name, or an elementwise"):
+        hdnn.H2(4, 3, activation=function)

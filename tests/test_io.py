@@ -351,3 +351,40 @@ def test_a_lock_keeps_other_processes_out_until_it_ends(tmp_path):
     assert "another process is using" in refused.stderr
     allowed = subprocess.run(run, capture_output=True, text=True)
     assert allowed.stdout == "inside\n"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.Sequential(
+            torch.nn.Linear(2, 4, bias=False),
+            hdnn.H2(4, 3, activation=torch.nn.GELU(), h=0.2),
+            torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 1)),
+        ),
+        lambda: torch.nn.Sequential(
+            torch.nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"),
+            torch.nn.BatchNorm2d(4, momentum=0.3),
+            hdnn.HamiltonianUnit(4, 2, norm="both", step=[0.1, 0.2]),
+            torch.nn.Flatten(),
+            torch.nn.Dropout(0.25),
+        ),
+        lambda: hdnn.HamiltonianUnit(4, 2, network="h1", drop=0.1),
+    ],
+)
+def test_sequences_of_known_layers_and_units_come_back(make, tmp_path):
+    model = make()
+    hdnn.save(model, tmp_path / "model.safetensors")
+    copy = hdnn.load(tmp_path / "model.safetensors")
+    assert repr(copy) == repr(model)
+    assert copy.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(copy.state_dict()[name], tensor)
+
+
+def test_a_sequence_with_a_layer_of_ones_own_is_not_written(tmp_path):
+    class Own(torch.nn.Module):
+        pass
+
+    with pytest.raises(CheckpointError, match="Own is not a class"):
+        hdnn.save(torch.nn.Sequential(Own()), tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())

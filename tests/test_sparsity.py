@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 
-import networkx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -238,23 +237,6 @@ def test_large_nodes_weigh_more():
     chain = [[1, 1, 0], [1, 1, 1], [0, 1, 1]]
     R = sparsity.design(chain, sizes=[1, 1, 9]).R
     assert bool(R[1, 2])
-
-
-def test_a_networkx_graph_gives_patterns_and_sizes():
-    graph = networkx.DiGraph([("a", "b"), ("b", "a"), ("b", "c")])
-    one_way = sparsity.from_networkx(graph)
-    assert one_way.S.int().tolist() == [[1, 1, 0], [1, 1, 0], [0, 1, 1]]
-    assert not bool(one_way.R[2, 1])  # gradients could not go back
-    networkx.set_node_attributes(graph, 2, "size")
-    assert sparsity.from_networkx(graph, size="size", keep="T").sizes == (
-        2,
-        2,
-        2,
-    )
-    with pytest.raises(
-        OptionError, match="not all nodes have an attribute 'weight'"
-    ):
-        sparsity.from_networkx(graph, size="weight")
 
 
 def test_a_design_needs_one_graph_with_ones_on_its_diagonal():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdnn.errors import OptionError, choose
@@ -253,13 +253,20 @@ _REGISTRY = {
 # By name
 
 
-def get(activation: str | Activation) -> Activation:
-    """The activation of a name that `names` lists; an `Activation` is returned as it is.
+def get(activation: str | Activation | Elementwise) -> Activation:
+    """The activation of a name that `names` lists, or of an elementwise function or module.
+
+    A function that agrees with a registered activation is that one. Another is registered under a
+    name of its own: its slope is then taken by autograd, its slope range counts as unknown, and it
+    has no integral. An `Activation` is returned as it is.
 
     Examples:
+        >>> import torch
         >>> from hdnn import activations
         >>> activations.get("sigmoid").S
         0.25
+        >>> activations.get(torch.nn.ReLU()).name
+        'relu'
         >>> activations.get("tahn")
         Traceback (most recent call last):
         hdnn.errors.OptionError: activation 'tahn' is not known; ... Did you mean 'tanh'?
@@ -268,17 +275,58 @@ def get(activation: str | Activation) -> Activation:
         return activation
     if isinstance(activation, str) and "," in activation:
         return by_row(activation.split(","))
+    if callable(activation):
+        return _of_function(activation)
     if activation not in _REGISTRY:
-        choose("activation", activation, _REGISTRY)
+        choose("activation", activation, names())
     return _REGISTRY[activation]
+
+
+def _of_function(function: Elementwise) -> Activation:
+    """The registered activation with the values of a function, which is registered if it is new."""
+    x = _points()
+    value = x
+    try:
+        with torch.no_grad():
+            value = function(x.clone())
+            pieces = function(x[:6000].view(60, 100))
+        elementwise = torch.allclose(pieces.flatten(), value[:6000])
+    except Exception:  # any error of a function that is not for such tensors
+        elementwise = False
+    weights = function.parameters() if isinstance(function, nn.Module) else ()
+    if not elementwise or any(True for _ in weights):
+        raise OptionError(
+            "activation must be a name, or an elementwise function without weights and random "
+            f"numbers, but got {function!r:.80}; choose one of {', '.join(names())}."
+        )
+    for activation in _REGISTRY.values():
+        if torch.allclose(activation(x), value, rtol=1e-12, atol=1e-8):
+            return activation
+    name = getattr(function, "__name__", repr(function)).replace(",", "")
+    while name in _REGISTRY:  # another function of that name
+        name += "'"
+
+    def slope(x: Tensor) -> Tensor:
+        return torch.func.vjp(function, x)[1](torch.ones_like(x))[0]
+
+    def integral(x: Tensor) -> Tensor:
+        raise OptionError(
+            f"the integral of the activation {name!r} is not known, but energies and discrete "
+            "gradients need it; give it to hdnn.activations.register."
+        )
+
+    new = Activation(name, function, slope, integral, -math.inf, math.inf)
+    _REGISTRY[name] = new
+    return new
 
 
 def names() -> tuple[str, ...]:
     """The names of all registered activations, in alphabetical order."""
-    return tuple(sorted(_REGISTRY))
+    known = [s.name for s in _REGISTRY.values() if math.isfinite(s.S)]
+    return tuple(sorted(known))
 
 
-def registered(activation: str | Activation) -> Activation:
+def registered(activation: str | Activation | Elementwise) -> Activation:
     """The activation, if its name leads to it, as files and implicit layers need."""
     sigma = get(activation)
     if "," not in sigma.name and _REGISTRY.get(sigma.name) is not sigma:
@@ -350,17 +398,21 @@ def register(activation: Activation) -> Activation:
     return activation
 
 
+def _points() -> Tensor:
+    """6,001 numbers from -1e6 to 1e6 in float64, most of them near 0."""
+    far = torch.logspace(-8, 6, 1000, dtype=torch.float64, device="cpu")
+    near = torch.linspace(-20, 20, 4001, dtype=torch.float64, device="cpu")
+    near = near + 1e-4  # off kinks
+    return torch.cat([-far, near, far]).sort().values
+
+
 def check(activation: Activation) -> None:
     """Raise an `OptionError` if slope, integral or slope range do not fit sigma.
 
     Guarantees and bounds are read from them, so they are compared in float64 at 6,000 points from
     -1e6 to 1e6: derivatives by autograd, and jumps by differences.
     """
-    far = torch.logspace(-8, 6, 1000, dtype=torch.float64, device="cpu")
-    near = (
-        torch.linspace(-20, 20, 4001, dtype=torch.float64, device="cpu") + 1e-4
-    )  # off kinks
-    x = torch.cat([-far, near, far]).sort().values.requires_grad_()
+    x = _points().requires_grad_()
     sigma = activation.sigma(x)
     slope = activation.slope(x)
     integral = activation.integral(x)

@@ -8,7 +8,7 @@ implicit function theorem then gives x its derivatives, which can be differentia
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,13 +72,11 @@ def solve(
         >>> torch.allclose(x, 1 - torch.tanh(x))
         True
     """
-    work = torch.promote_types(
-        c.dtype, torch.float32
-    )  # no factorisations in half precision
+    # There are no factorisations in half precision.
+    work = torch.promote_types(c.dtype, torch.float32)
     with torch.autocast(c.device.type, enabled=False):
-        start = (
-            None if start is None else start.expand(*c.shape[:-1], -1).to(work)
-        )
+        if start is not None:
+            start = start.expand(*c.shape[:-1], -1).to(work)
         a = a.expand(*c.shape[:-1], -1).to(work)
         equation = c.to(work), B.to(work), A.to(work), a, start
         detached = [None if t is None else t.detach() for t in equation]
@@ -116,7 +114,7 @@ def coupling(A: Tensor, B: Tensor, S: float) -> Tensor:
     `B diag(sigma') A` lies entry by entry below it, so that the right-hand side is a contraction in
     some weighted maximum norm.
     """
-    return torch.linalg.eigvals(S * B.abs() @ A.abs()).abs().amax(-1)
+    return S * torch.linalg.eigvals(B.abs() @ A.abs()).abs().amax(-1)
 
 
 # Newton's method
@@ -127,34 +125,46 @@ def _times(A: Tensor, x: Tensor) -> Tensor:
     return x @ A.mT if A.ndim == 2 else (A @ x.unsqueeze(-1)).squeeze(-1)
 
 
-def _residual(
-    x: Tensor,
-    c: Tensor,
-    B: Tensor,
-    A: Tensor,
-    a: Tensor,
-    start: Tensor | None,
-    sigma: Activation,
-) -> tuple[Tensor, Tensor]:
-    """`x - c - B sigma(A x + a)`, and the slope of sigma there."""
-    value, slope = _value_and_slope(sigma, start, _times(A, x) + a)
-    return x - c - _times(B, value), slope
+class Equation(NamedTuple):
+    """`x = c + B sigma(A x + a)`; with a start, its chord from there in the place of sigma."""
 
+    c: Tensor
+    B: Tensor
+    A: Tensor
+    a: Tensor
+    start: Tensor | None
+    sigma: Activation
 
-def _value_and_slope(
-    sigma: Activation, start: Tensor | None, z: Tensor
-) -> tuple[Tensor, Tensor]:
-    """sigma at z, or its chord from start to z, and the derivative in z."""
-    if start is None:
-        return sigma(z), sigma.slope(z)
-    value = chord(sigma, start, z)
-    return value, chord_slope(sigma, start, z, value)
+    def value_and_slope(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """sigma at A x + a, or its chord, and the derivative there."""
+        z = _times(self.A, x) + self.a
+        if self.start is None:
+            return self.sigma(z), self.sigma.slope(z)
+        value = chord(self.sigma, self.start, z)
+        return value, chord_slope(self.sigma, self.start, z, value)
 
+    def residual(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`x - c - B sigma(A x + a)`, and the slope of sigma there."""
+        value, slope = self.value_and_slope(x)
+        return x - self.c - _times(self.B, value), slope
 
-def _matrix(slope: Tensor, B: Tensor, A: Tensor) -> Tensor:
-    """`I - B D A` with `D = diag(slope)`."""
-    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    return eye - (B * slope.unsqueeze(-2)) @ A
+    def matrix(self, slope: Tensor) -> Tensor:
+        """`I - B D A` with `D = diag(slope)`."""
+        eye = torch.eye(
+            self.A.shape[-1], dtype=self.A.dtype, device=self.A.device
+        )
+        return eye - (self.B * slope.unsqueeze(-2)) @ self.A
+
+    def error(self, x: Tensor, F: Tensor, slope: Tensor) -> Tensor:
+        """The residual F of each sample, relative to the terms whose rounding it has."""
+        argument = _times(self.A.abs(), x.abs()) + self.a.abs()
+        if self.start is not None:
+            argument = argument + self.start.abs()
+        product = _times(self.B.abs(), slope.abs() * argument)
+        terms = product + x.abs() + self.c.abs()
+        number = torch.finfo(x.dtype)
+        least = number.tiny / number.eps  # below, nothing is relative
+        return F.abs().amax(-1) / (terms.amax(-1) + least)
 
 
 def _solved(M: Tensor, right: Tensor) -> Tensor:
@@ -175,8 +185,8 @@ def _root(
     where: str,
 ) -> Tensor:
     sigma = activations.get(activation)
-    equation = c, B, A, a, start, sigma
-    x = c - _residual(c, *equation)[0]  # the explicit step
+    equation = Equation(c, B, A, a, start, sigma)
+    x = c - equation.residual(c)[0]  # the explicit step
     for trial in range(STARTS):
         x, error = _newton(x, equation, tol, max_iter)
         solved = (error <= slack * tol).unsqueeze(-1)
@@ -200,42 +210,28 @@ def _root(
 
 
 def _newton(
-    x: Tensor, equation: tuple, tol: float, max_iter: int
+    x: Tensor, equation: Equation, tol: float, max_iter: int
 ) -> tuple[Tensor, Tensor]:
     """Damped Newton steps from x, and the error of each sample relative to its terms."""
-    _, B, A, *_ = equation
-    F, slope = _residual(x, *equation)
+    F, slope = equation.residual(x)
     for _ in range(max_iter):
-        error = _error(x, F, slope, equation)
+        error = equation.error(x, F, slope)
         if bool((error <= tol).all()):
             break
-        dx = _solved(_matrix(slope, B, A), F)
+        dx = _solved(equation.matrix(slope), F)
         size = F.norm(dim=-1, keepdim=True)
         t = torch.ones_like(size)
         for _ in range(HALVINGS):
-            F, slope = _residual(x - t * dx, *equation)
+            F, slope = equation.residual(x - t * dx)
             worse = ~(F.norm(dim=-1, keepdim=True) < (1 - 1e-4 * t) * size)
             worse &= (error > tol).unsqueeze(-1)
             if not bool(worse.any()):
                 break
             t = torch.where(worse, 0.5 * t, t)
         else:
-            F, slope = _residual(x - t * dx, *equation)
+            F, slope = equation.residual(x - t * dx)
         x = x - t * dx
-    return x, _error(x, F, slope, equation)
-
-
-def _error(x: Tensor, F: Tensor, slope: Tensor, equation: tuple) -> Tensor:
-    """The residual of each sample, relative to the terms whose rounding it has."""
-    c, B, A, a, start, _ = equation
-    argument = _times(A.abs(), x.abs()) + a.abs()
-    if start is not None:
-        argument = argument + start.abs()
-    terms = _times(B.abs(), slope.abs() * argument) + x.abs() + c.abs()
-    least = (
-        torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps
-    )  # below, nothing is relative
-    return F.abs().amax(-1) / (terms.amax(-1) + least)
+    return x, equation.error(x, F, slope)
 
 
 @_root.register_fake
@@ -280,34 +276,31 @@ class _Solution(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        *_, B, A, a, start, ctx.sigma = inputs
-        ctx.save_for_backward(B, A, a, start, output)
+        _, *tensors, ctx.sigma = inputs
+        ctx.save_for_backward(*tensors, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """With `D = diag(sigma')`: `v = (I - B D A)^-T g`, `dc = v`, `da = u = D B^T v`."""
-        B, A, a, start, x = ctx.saved_tensors
-        z = _times(A, x) + a
-        value, slope = _value_and_slope(ctx.sigma, start, z)
-        v = _solved(_matrix(slope, B, A).mT, grads[0])
+        c, B, A, a, start, x = ctx.saved_tensors
+        sigma = ctx.sigma
+        equation = Equation(c, B, A, a, start, sigma)
+        value, slope = equation.value_and_slope(x)
+        v = _solved(equation.matrix(slope).mT, grads[0])
         w = _times(B.mT, v)
         u = slope * w
-        d_start = (
-            None
-            if start is None
-            else chord_slope(ctx.sigma, z, start, value) * w
-        )
+        d_start = None
+        if start is not None:
+            z = _times(A, x) + a
+            d_start = chord_slope(sigma, z, start, value) * w
         return None, v, _outer(v, value, B), _outer(u, x, A), u, d_start, None
 
 
 def _outer(u: Tensor, x: Tensor, like: Tensor) -> Tensor:
     """The sum of `u x^T` over all samples that share a matrix."""
     if like.ndim == 2:
-        return (
-            u.flatten(0, -2).mT @ x.flatten(0, -2)
-            if u.ndim > 1
-            else torch.outer(u, x)
-        )
+        rows = u.reshape(-1, u.shape[-1])
+        return rows.mT @ x.reshape(-1, x.shape[-1])
     return (u.unsqueeze(-1) * x.unsqueeze(-2)).sum_to_size(like.shape)
 
 

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ FilePath = str | os.PathLike[str]
 
 # Of classes in files.
 HOMES = ("hdnn.networks", "hdnn.heads", "hdnn.models", "hdnn.control")
+PARTS = (*HOMES, "torch.nn")
+# Classes of torch.nn whose arguments are attributes of the same names.
+TORCH = """
+    Sequential Linear Conv1d Conv2d Conv3d BatchNorm1d BatchNorm2d LayerNorm GroupNorm Dropout
+    Flatten Identity ReLU LeakyReLU GELU SiLU ELU Tanh Sigmoid Softplus Softmax AvgPool2d MaxPool2d
+    AdaptiveAvgPool2d Embedding
+"""
 KEY = "hdnn"
 CHECKSUM = "sha256"
 
@@ -199,7 +207,8 @@ def save(module: nn.Module, path: FilePath, *, note: Any = None) -> None:
     written: loading gives a plain network with the same outputs.
 
     Args:
-        module: a `hdnn.Model`, a network, or a model of `hdnn.models`.
+        module: a `hdnn.Model`, a network, a model of `hdnn.models`, or a `torch.nn.Sequential` of
+            such networks and common layers of `torch.nn`.
         path: the file to write or replace.
         note: anything that JSON can hold, found again in `load_tensors(path)[1]["note"]`.
 
@@ -213,6 +222,9 @@ def save(module: nn.Module, path: FilePath, *, note: Any = None) -> None:
         >>> hdnn.load("net.safetensors")
         H2(4 features, 8 layers, tanh, h = 0.3, T = 2.4, 96 parameters)
     """
+    kind = parametrize.type_before_parametrizations(module)
+    if kind is not nn.Sequential:  # a layer of PyTorch alone is no model
+        _class(kind.__name__, HOMES)
     description = describe(module)
     state = plain_state(module)
     try:
@@ -254,14 +266,17 @@ def describe(module: nn.Module) -> dict[str, Any]:
     constructor's arguments; modules among them are described in turn.
     """
     kind = parametrize.type_before_parametrizations(module)
-    _class(kind.__name__, kind)
+    _class(kind.__name__, expected=kind)
     if hasattr(module, "config"):
         config = dict(module.config())  # pyright: ignore[reportCallIssue]
     else:
-        config = {
-            name: getattr(module, name)
-            for name in inspect.signature(kind).parameters
-        }
+        config = {}
+        for name in inspect.signature(kind).parameters:
+            if hasattr(module, name):
+                value = getattr(module, name)
+                config[name] = value is not None if name == "bias" else value
+    if isinstance(module, nn.Sequential):
+        config = dict(module.named_children())
     name = kind.__name__
     description = {"class": name, "config": config, "modules": {}}
     for name, value in list(config.items()):
@@ -287,6 +302,8 @@ def restore(description: Any) -> Any:
         for name, shape in description.get("constants", {}).items():
             # Skew, and in every block pattern.
             arguments[name] = torch.zeros(shape)
+        if kind is nn.Sequential:
+            return nn.Sequential(OrderedDict(arguments))
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             return kind(**arguments)
     except (
@@ -336,14 +353,19 @@ def _parametrized_weights(prefix: str, module: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def _class(name: str, expected: type | None = None) -> type[nn.Module]:
-    """A class of hdnn that files may name."""
-    for home in HOMES:
+def _class(
+    name: str,
+    homes: tuple[str, ...] = PARTS,
+    expected: type | None = None,
+) -> type[nn.Module]:
+    """A class of hdnn or of torch.nn that files may name."""
+    for home in homes:
         if importlib.util.find_spec(home) is None:
             continue
         kind = getattr(importlib.import_module(home), name, None)
+        known = home != "torch.nn" or name in TORCH.split()
         ours = isinstance(kind, type) and issubclass(kind, nn.Module)
-        if ours and expected in (None, kind):
+        if known and ours and expected in (None, kind):
             return kind  # pyright: ignore[reportReturnType]
     raise CheckpointError(
         f"{name} is not a class that hdnn can build again; save its state_dict(), and load that "

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import jacrev, vmap
 
 from hdnn.activations import Activation
-from hdnn.implicit import MAX_ITER, chord_slope, solve, solve_chord
+from hdnn.implicit import MAX_ITER, solve, solve_chord
 
 __all__ = [
     "DiscreteGradient",
@@ -66,27 +67,12 @@ class Force(NamedTuple):
         V = [None] * len(self.K) if self.V is None else self.V.unbind(0)
         return map(Force, self.K.unbind(0), self.b.unbind(0), V)
 
-    def at(self, x: Tensor) -> Tensor:
-        """`K x + b` of all layers, at states `(N, B, s)`."""
-        return torch.baddbmm(self.b[:, None], x, self.K.mT)
-
-    def jacobian(self, slope: Tensor) -> Tensor:
-        """`K^T D V` of all layers with `D = diag(slope)`: (N, B, s, t) from slopes (N, B, r)."""
-        V = self.output
-        N, B, r = slope.shape
-        if r > B:
-            return self.K.mT[:, None] @ (slope[..., None] * V[:, None])
-        # Many samples: one product a layer, with the r matrices k_i v_i^T as its rows.
-        outer = self.K[..., None] * V[:, :, None]
-        product = slope @ outer.reshape(N, r, -1)
-        return product.reshape(N, B, self.K.shape[-1], V.shape[-1])
-
 
 @dataclass(frozen=True)
 class Scheme:
     """A way to step through `y' = J K^T sigma(K y + b)`.
 
-    Explicit schemes are instances of this class; others override `step` and `jacobian`.
+    Explicit schemes are instances of this class; others override `step`.
 
     Args:
         name: under which networks and files know it.
@@ -155,28 +141,6 @@ class Scheme:
             )
         return tuple(state)
 
-    def jacobian(
-        self,
-        states: Tensor,
-        forces: Sequence[Force],
-        h: Tensor,
-        sigma: Activation,
-    ) -> Tensor:
-        """The Jacobians of all layers: see `jacobians`; h is (N, 1, 1)."""
-        x = list(self.split(states[:-1]))
-        N, B, n = states[:-1].shape
-        eye = torch.eye(n, dtype=states.dtype, device=states.device).expand(
-            N, B, n, n
-        )
-        # A move multiplies by the shear I + A. Row vectors: dy' = dy M, so M gains columns.
-        M = list(eye.tensor_split(len(x), -1))
-        for half, to, fraction in self.ordered():
-            z = forces[half].at(x[half])
-            A = forces[half].jacobian(fraction * h * sigma.slope(z))
-            M[to] = M[to] + M[half] @ A
-            x[to] = x[to] + (fraction * h) * (sigma(z) @ forces[half].output)
-        return torch.cat(M, -1)
-
 
 @dataclass(frozen=True)
 class Perceptron(Scheme):
@@ -185,12 +149,6 @@ class Perceptron(Scheme):
     def step(self, x, forces, h, sigma, *, inverse=False):
         (y,), (force,) = x, forces
         return (sigma(y @ force.K.mT + force.b),)
-
-    def jacobian(self, states, forces, h, sigma):
-        (force,) = forces
-        return force.K.mT[:, None] * sigma.slope(
-            force.at(states[:-1])
-        ).unsqueeze(-2)
 
 
 @dataclass(frozen=True)
@@ -241,22 +199,6 @@ class ImplicitEuler(Implicit):
             q = q + sigma(a + p @ K_p.mT) @ V_q
         return (torch.cat([p, q], -1),)
 
-    def jacobian(self, states, forces, h, sigma):
-        (force,) = forces
-        p, _ = states[1:].chunk(2, -1)
-        _, q = states[:-1].chunk(2, -1)
-        A = force.jacobian(h * sigma.slope(force.at(torch.cat([p, q], -1))))
-        # With rows, (dp', dq') = (dp, dq) + (dp', dq) A.
-        (A_pp, A_pq), (A_qp, A_qq) = (
-            rows.chunk(2, -1) for rows in A.chunk(2, -2)
-        )
-        eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
-        E = _inverse(eye - A_pp)  # dp'/dp
-        F = A_qp @ E  # dp'/dq
-        from_p = torch.cat([E, E @ A_pq], -1)
-        from_q = torch.cat([F, eye + A_qq + F @ A_pq], -1)
-        return torch.cat([from_p, from_q], -2)
-
 
 @dataclass(frozen=True)
 class Midpoint(Implicit):
@@ -269,13 +211,6 @@ class Midpoint(Implicit):
         (y,), (force,) = x, forces
         B = (-0.5 if inverse else 0.5) * h * force.output.mT
         return (2 * solve(y, B, force.K, force.b, sigma, **self.newton) - y,)
-
-    def jacobian(self, states, forces, h, sigma):
-        (force,) = forces
-        slope = sigma.slope(force.at(0.5 * (states[:-1] + states[1:])))
-        A = force.jacobian(0.5 * h * slope)
-        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-        return (eye + A) @ _inverse(eye - A)
 
 
 @dataclass(frozen=True)
@@ -293,22 +228,6 @@ class DiscreteGradient(Implicit):
         (y,), (force,) = x, forces
         B = (-1.0 if inverse else 1.0) * h * force.output.mT
         return (solve_chord(y, B, force.K, force.b, sigma, **self.newton),)
-
-    def jacobian(self, states, forces, h, sigma):
-        (force,) = forces
-        before = force.at(states[:-1])
-        after = force.at(states[1:])
-        A = force.jacobian(h * chord_slope(sigma, after, before))
-        A_after = force.jacobian(h * chord_slope(sigma, before, after))
-        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-        return (eye + A) @ _inverse(eye - A_after)
-
-
-def _inverse(M: Tensor) -> Tensor:
-    """The inverse, in float32 at least: there are no decompositions in half precision."""
-    return torch.linalg.inv(
-        M.to(torch.promote_types(M.dtype, torch.float32))
-    ).to(M.dtype)
 
 
 # y <- y + h J dH/dy(y)   (eq:H-DNN_fE)
@@ -420,7 +339,7 @@ def jacobians(
     h: float | Tensor,
     sigma: Activation,
 ) -> Tensor:
-    """The derivatives `dy_{j+1}/dy_j` of all layers in closed form.
+    """The derivatives `dy_{j+1}/dy_j` of all layers.
 
     In denominator layout: the transpose of what `torch.autograd.functional.jacobian` gives.
 
@@ -434,6 +353,12 @@ def jacobians(
     Returns:
         The matrices `(N, B, n, n)`.
     """
+
+    def layer(y: Tensor, weights: Any, h: Tensor) -> Tensor:
+        forces = [Force(*each) for each in weights]
+        return scheme.join(scheme.step(scheme.split(y), forces, h, sigma))
+
+    weights = [(force.K, force.b, force.output) for force in forces]
     step = torch.as_tensor(h, dtype=states.dtype, device=states.device)
-    step = step.expand(len(states) - 1).view(-1, 1, 1)
-    return scheme.jacobian(states, forces, step, sigma)
+    samples = vmap(jacrev(layer), (0, None, None))
+    return vmap(samples)(states[:-1], weights, step.expand(len(states) - 1)).mT

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn.errors import OptionError, choose, positive_int, require
+from hdnn.errors import OptionError, choose, positive_int
 
 __all__ = [
     "Breach",
@@ -26,7 +26,6 @@ __all__ = [
     "dependency",
     "design",
     "explain",
-    "from_networkx",
     "is_local",
 ]
 
@@ -479,36 +478,3 @@ def _clique(
 
 def _total(weight: Sequence[int], nodes: Collection[int]) -> int:
     return sum(weight[u] for u in nodes)
-
-
-def from_networkx(
-    graph: Any, *, size: str | None = None, keep: str = "R"
-) -> Sparsity:
-    """Patterns for a networkx graph: node i is the i-th of `graph.nodes`, and its own neighbour.
-
-    An edge of a `DiGraph` from u to v lets v hear u.
-
-    Args:
-        graph: a networkx graph.
-        size: the attribute with the features of a node; by default all have one.
-        keep: as in `design`.
-
-    Examples:
-        >>> import networkx
-        >>> from hdnn import sparsity
-        >>> sparsity.from_networkx(networkx.cycle_graph(8))
-        Sparsity(8 nodes, 8 links in R)
-    """
-    networkx = require("networkx", extra="graph")
-    heard = torch.from_numpy(
-        networkx.to_numpy_array(graph, dtype=bool, weight=None)
-    ).mT
-    S = heard | torch.eye(len(graph), dtype=torch.bool)
-    if size is None:
-        return design(S, keep=keep)
-    sizes = networkx.get_node_attributes(graph, size)
-    if len(sizes) < len(graph):
-        raise OptionError(
-            f"not all nodes have an attribute {size!r}; give each one its features."
-        )
-    return design(S, [sizes[node] for node in graph], keep=keep)

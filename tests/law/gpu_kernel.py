@@ -5,8 +5,6 @@ This is the one file that follows the code: it says how the kernel is called, an
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -54,7 +52,6 @@ def _run(way, scheme, y, tensors, g, activation, precision, outputs):
     sigma = activations.get(activation)
     sizes = (len(tensors[0]), *y.shape, rows, outputs, y.dtype, y.device)
     stack = Stack(scheme, sigma, False, *sizes)
-    make = partial(gpu.Kernel, precision=precision)
-    method = make(stack) if way == "stored" else backprop.SEGMENTED[way](stack, make)
+    method = backprop.METHODS[way](stack, lambda stack: gpu.Kernel(stack, precision))
     y_N, saved = method.forward(y, tensors)
     return y_N, *method.backward(y, saved, g, tensors)

@@ -159,12 +159,13 @@ def test_what_is_promised_depends_on_the_network_the_activation_and_the_normalis
     assert holds("h1", activation="relu")
     assert not holds("h1", activation="gelu")
     assert holds("h2", activation="gelu")
+    assert HamiltonianUnit(4, 2).network == "h2"
     assert not holds("h2", norm="inside")
     assert (
         "before its normalisation"
         in HamiltonianUnit(4, 2, norm="after").guarantee().why
     )
-    unit = HamiltonianUnit(4, 2, norm="inside").eval()
+    unit = HamiltonianUnit(4, 2, network="h1", norm="inside").eval()
     assert unit.guarantee().holds
     unit.gamma.data[1, 2] = -0.1
     assert not unit.guarantee().holds
@@ -385,7 +386,7 @@ def test_one_seed_is_one_unit_in_every_dtype(network):
         ({"step": [0.1]}, "1 entries for 2 layers"),
         ({"step": -1.0}, "step must be .*> 0"),
         ({"drop": 1.0}, "drop must be a number from 0"),
-        ({"backprop": "reversible"}, "no explicit inverse"),
+        ({"network": "h1", "backprop": "reversible"}, "no explicit inverse"),
     ],
 )
 def test_what_no_unit_can_have_is_an_error(options, text):
@@ -395,7 +396,7 @@ def test_what_no_unit_can_have_is_an_error(options, text):
 
 
 def test_what_is_no_image_is_an_error():
-    unit = HamiltonianUnit(4, 1, padding=0)
+    unit = HamiltonianUnit(4, 1, network="h1", padding=0)
     for y, text in (
         (torch.zeros(4, 5, 5), r"images \(B, 4"),
         (torch.zeros(1, 4, 5, 5).int(), "torch.int32"),

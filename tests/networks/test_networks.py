@@ -115,6 +115,21 @@ def test_a_step_that_requires_a_gradient_is_refused_rather_than_detached():
         (0.1, 0.2, 0.3)
     )
     assert hdnn.H2(4, 3, step=np.array([0.5, 0.5, 0.5])).T == 1.5
+    assert hdnn.H2(4, 3, h=[0.5, 0.5, 0.5]).T == 1.5
+    with pytest.raises(OptionError, match="not both"):
+        hdnn.H2(4, 3, h=0.1, step=0.1)
+
+
+def test_images_are_for_units_of_images():
+    with pytest.raises(ShapeError, match=r"HamiltonianUnit\(channels=8"):
+        hdnn.H2(8, 3)(torch.randn(2, 8, 5, 5))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU")
+@pytest.mark.parametrize("kind", [hdnn.H2, hdnn.HamiltonianUnit])
+def test_a_missing_gpu_is_named(kind):
+    with pytest.raises(OptionError, match="no CUDA device is available"):
+        kind(4, 3, device="cuda")
 
 
 def test_the_default_time_is_shared_by_all_layers():

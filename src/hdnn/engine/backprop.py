@@ -175,7 +175,11 @@ class Reversal(Segments):
         return check_drift(error, [g, *grads])
 
 
-SEGMENTED = {"checkpoint": Checkpoint, "reversible": Reversal}
+METHODS: dict[str, Callable[[Stack, Callable[[Stack], Any]], Any]] = {
+    "stored": lambda stack, make: make(stack),
+    "checkpoint": Checkpoint,
+    "reversible": Reversal,
+}
 
 
 def segments(start: int, end: int, size: int) -> list[tuple[int, int]]:

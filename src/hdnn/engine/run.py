@@ -22,7 +22,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from hdnn import activations, schemes
 from hdnn.activations import Activation
-from hdnn.engine.backprop import SEGMENTED, Checkpoint, Definition
+from hdnn.engine.backprop import METHODS, Checkpoint, Definition
 from hdnn.engine.memory import Stack, device_bytes
 from hdnn.engine.settings import Settings, current, in_force
 from hdnn.errors import MissingExtraError, OptionError
@@ -386,9 +386,7 @@ def method(stack: Stack, fused: bool, settings: Settings) -> Any:
             "deterministic": settings.deterministic,
         }
         make = partial(kernels(stack).Kernel, **how)
-    if backprop == "stored":
-        return make(stack)
-    return SEGMENTED[backprop](stack, make)
+    return METHODS[backprop](stack, make)
 
 
 # Eager calls

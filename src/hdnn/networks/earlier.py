@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hdnn import functional, schemes
+from hdnn.activations import Elementwise
 from hdnn.errors import OptionError
 from hdnn.networks.hamiltonian import NetworkOptions
 from hdnn.networks.network import Network, spectral_norm
@@ -152,7 +153,7 @@ class MLP(Network):
         features: int,
         layers: int,
         *,
-        activation: str = "tanh",
+        activation: str | Elementwise = "tanh",
         tied: bool = False,
         init: str = "scaled",
         generator: torch.Generator | None = None,

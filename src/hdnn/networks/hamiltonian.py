@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hdnn import functional, implicit, schemes
+from hdnn.activations import Elementwise
 from hdnn.errors import (
     OptionError,
     ShapeError,
@@ -18,7 +18,7 @@ from hdnn.errors import (
     positive_float,
     positive_int,
 )
-from hdnn.networks.network import Network
+from hdnn.networks.network import Network, Steps
 from hdnn.schemes import Force, Implicit, Scheme
 from hdnn.sparsity import Sparsity
 
@@ -26,9 +26,10 @@ from hdnn.sparsity import Sparsity
 class NetworkOptions(TypedDict, total=False):
     """Options of every network: see `Network`."""
 
-    step: float | Sequence[float] | Tensor | None
+    step: Steps | None
+    h: Steps | None
     T: float | None
-    activation: str
+    activation: str | Elementwise
     learn_step: bool
     tied: bool
     init: str

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdnn import activations
+from hdnn.activations import Elementwise
 from hdnn.engine import current, rebuild
 from hdnn.engine.memory import device_bytes
 from hdnn.engine.rebuild import Half, Move
@@ -26,6 +27,8 @@ from hdnn.networks.network import (
     EXPANDING,
     SYMPLECTIC,
     Guarantee,
+    Steps,
+    new_tensor,
     step_size,
     unknown_reason,
 )
@@ -53,9 +56,10 @@ class HamiltonianUnit(nn.Module):
         layers: N, the number of steps.
         network: "h1" or "h2".
         kernel: k, the side of the kernels of K.
-        step: h, a number or one for each layer; or give T instead.
+        step: the step h, a number or one for each layer; or give T instead.
+        h: another name of `step`.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.
-        activation: sigma, the name of one of `hdnn.activations.names()`.
+        activation: sigma, one of `hdnn.activations.names()`, or an elementwise function or module.
         padding: zeros around an image inside of K, by default k // 2; states have one shape for
             any.
         norm: "inside" puts batch normalisation between K y + b and sigma, "after" behind the unit,
@@ -83,7 +87,7 @@ class HamiltonianUnit(nn.Module):
     Examples:
         >>> import torch
         >>> import hdnn
-        >>> unit = hdnn.HamiltonianUnit(8, layers=4, network="h2", step=0.1)
+        >>> unit = hdnn.HamiltonianUnit(8, layers=4, step=0.1)
         >>> y = torch.randn(2, 8, 16, 16)
         >>> unit(y).shape
         torch.Size([2, 8, 16, 16])
@@ -98,11 +102,12 @@ class HamiltonianUnit(nn.Module):
         channels: int,
         layers: int,
         *,
-        network: str = "h1",
+        network: str = "h2",
         kernel: int = 3,
-        step: float | Sequence[float] | None = None,
+        step: Steps | None = None,
+        h: Steps | None = None,
         T: float | None = None,
-        activation: str = "relu",
+        activation: str | Elementwise = "relu",
         padding: int | None = None,
         norm: str = "none",
         backprop: str = "auto",
@@ -120,7 +125,7 @@ class HamiltonianUnit(nn.Module):
         self.kernel = positive_int("kernel", kernel)
         self.padding = self.kernel // 2 if padding is None else padding
         self.activation = activations.registered(activation).name
-        self.step = step_size(step, T, self.layers)
+        self.step = step_size(step, h, T, self.layers)
         self.backprop = choose(
             "backprop", backprop, ("auto", *rebuild.BACKPROPS)
         )
@@ -137,7 +142,7 @@ class HamiltonianUnit(nn.Module):
                 'an H1 layer has no explicit inverse; backprop="reversible" is for h2, take '
                 '"checkpoint" to save memory.'
             )
-        self._add_weights(dtype, device)
+        self._add_weights(new_tensor(dtype, device))
         self.after = None
         if norm in ("after", "both"):
             self.after = nn.BatchNorm2d(channels, dtype=dtype, device=device)
@@ -161,14 +166,14 @@ class HamiltonianUnit(nn.Module):
         width = self.channels // len(self.halves)
         return (self.layers, width, width, self.kernel, self.kernel)
 
-    def _add_weights(self, dtype: torch.dtype | None, device: Any) -> None:
+    def _add_weights(self, like: Tensor) -> None:
         row = self._shape[:2]
         shapes = {"K": self._shape, "b": row}
         if self.normed:
             shapes |= dict.fromkeys(("gamma", "beta", "mean", "var"), row)
         for half in reversed(self.halves):
             for name, shape in shapes.items():
-                tensor = torch.empty(shape, dtype=dtype, device=device)
+                tensor = like.new_empty(shape)
                 if name in ("mean", "var"):
                     self.register_buffer(named(name, half), tensor)
                 else:
@@ -238,6 +243,11 @@ class HamiltonianUnit(nn.Module):
     def h(self) -> float | tuple[float, ...]:
         """The step: a float, or one a layer."""
         return self.step
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this unit again."""
+        names = "channels layers network kernel step activation padding norm backprop drop init"
+        return {name: getattr(self, name) for name in names.split()}
 
     # The layers
 
@@ -468,7 +478,7 @@ class HamiltonianUnit(nn.Module):
         if self.normed and self.training:
             reason = "batch statistics tie the samples together while training; see it in eval()"
         elif self.network == "h1" and not sigma.monotone:
-            reason = f"forward Euler promises nothing for {self.activation}, which can decrease"
+            reason = f"forward Euler promises nothing for {self.activation}, which may decrease"
         elif (
             self.network == "h1"
             and self.normed

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hdnn import activations, functional, schemes
-from hdnn.activations import Activation
+from hdnn.activations import Activation, Elementwise
 from hdnn.engine import Settings
 from hdnn.errors import (
     OptionError,
@@ -29,6 +29,8 @@ SYMPLECTIC = "each layer is symplectic, det = 1"
 SHEARS = "each layer is a product of shears, det = 1"
 EXPANDING = "det(I + hA) = prod(1 + h^2 w^2) >= 1 in each layer"
 ALWAYS = "at any depth, for any weights and any activation"
+
+Steps = float | Sequence[float] | Tensor
 
 # What decides what a network computes: a subclass with its own has no guarantee but its own.
 COMPUTES = (
@@ -105,9 +107,11 @@ class Network(nn.Module):
         features: n, the size of a state.
         layers: N, the number of layers.
         scheme: how a layer steps, a `hdnn.schemes.Scheme`.
-        step: h, a number or one for each layer; or give T instead.
+        step: the step h, a number or one for each layer; or give T instead.
+        h: another name of `step`.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.
-        activation: sigma, the name of one of `hdnn.activations.names()`.
+        activation: sigma, one of `hdnn.activations.names()`, or an elementwise function or module
+            such as `torch.nn.ReLU()`.
         learn_step: train the step of each layer too; it stays positive.
         tied: give all layers the same weights.
         init: "scaled" draws K from N(0, 1/n) with b = 0; "paper" draws all from N(0, 1).
@@ -143,9 +147,10 @@ class Network(nn.Module):
         layers: int,
         *,
         scheme: Scheme,
-        step: float | Sequence[float] | Tensor | None = None,
+        step: Steps | None = None,
+        h: Steps | None = None,
         T: float | None = None,
-        activation: str = "tanh",
+        activation: str | Elementwise = "tanh",
         learn_step: bool = False,
         tied: bool = False,
         init: str = "scaled",
@@ -169,7 +174,7 @@ class Network(nn.Module):
             )
         self.engine = engine
         self.backprop = backprop
-        self.step = step_size(step, T, self.layers)
+        self.step = step_size(step, h, T, self.layers)
         self.learn_step = learn_step
         if tied and learn_step and isinstance(self.step, tuple):
             self._refuse("tied layers learn one step; give a single step or T.")
@@ -177,7 +182,7 @@ class Network(nn.Module):
             str, torch.Size
         ] = {}  # of the matrices stored by their free entries
         self._skew: set[str] = set()
-        like = torch.empty(0, dtype=dtype, device=device)
+        like = new_tensor(dtype, device)
         if not like.is_floating_point():
             raise ShapeError(
                 f"dtype must be a floating-point type, but got {dtype}."
@@ -376,6 +381,12 @@ class Network(nn.Module):
 
     def _check_features(self, y: Tensor) -> None:
         if isinstance(y, Tensor) and y.ndim and y.shape[-1] != self.features:
+            if y.ndim == 4:
+                raise ShapeError(
+                    f"{type(self).__name__} takes y of shape (*batch, {self.features}), but got "
+                    f"{tuple(y.shape)}; for images (B, C, height, width) use "
+                    f"hdnn.HamiltonianUnit(channels={y.shape[1]}, layers={self.layers})."
+                )
             raise ShapeError(
                 f"{type(self).__name__} takes y of shape (*batch, {self.features}), but got "
                 f"{tuple(y.shape)}; augment the features (hdnn.heads.Augment) or make the network "
@@ -477,7 +488,7 @@ class Network(nn.Module):
             why = f"at any depth, because {self.activation} never decreases"
             return Guarantee(True, EXPANDING, why)
         if self.forward_euler:
-            why = f"forward Euler promises nothing for {self.activation}, which can decrease"
+            why = f"forward Euler promises nothing for {self.activation}, which may decrease"
             return Guarantee(False, "none", why)
         why = f"no theorem covers {self.scheme.name} layers: norms below 1 are possible"
         return Guarantee(False, "none", why)
@@ -487,9 +498,8 @@ class Network(nn.Module):
     ) -> Tensor:
         """The derivatives `dy_{j+1}/dy_j` of all or some layers, `(L, B, n, n)`.
 
-        In closed form and in denominator layout: the transpose of what
-        `torch.autograd.functional.jacobian` gives. For a subclass that computes in its own way, by
-        automatic differentiation of its `layer`.
+        In denominator layout: the transpose of what `torch.autograd.functional.jacobian` gives. Of
+        a subclass that computes in its own way, the layers run one by one.
 
         Args:
             states: before and after each of these layers, `(L+1, B, n)`, as `trajectory` gives.
@@ -743,14 +753,28 @@ def _differentiated(net: Network, y: Tensor, j: int) -> Tensor:
     return torch.stack(columns, -1)
 
 
-def step_size(
-    step: float | Sequence[float] | Tensor | None, T: float | None, layers: int
-) -> float | tuple[float, ...]:
-    """h from h itself, one a layer, or T with h = T/N."""
-    if step is not None and T is not None:
+def new_tensor(dtype: torch.dtype | None, device: Any) -> Tensor:
+    """An empty tensor in the dtype and on the device of a network's weights."""
+    try:
+        return torch.empty(0, dtype=dtype, device=device)
+    except (AssertionError, RuntimeError) as error:
+        if "cuda" not in str(device):
+            raise
         raise OptionError(
-            f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}."
+            'no CUDA device is available; use device="cpu".'
+        ) from error
+
+
+def step_size(
+    step: Steps | None, h: Steps | None, T: float | None, layers: int
+) -> float | tuple[float, ...]:
+    """The step: one number or one a layer, from `step` or `h`, or from T with h = T/N."""
+    if sum(value is not None for value in (step, h, T)) > 1:
+        raise OptionError(
+            "give step (or h, which is the same) or T, where h = T/N, but not both: "
+            f"{step=}, {h=}, {T=}."
         )
+    step = h if step is None else step
     if step is None:
         return positive_float("T", DEFAULT_T if T is None else T) / layers
     if isinstance(step, Tensor) and step.requires_grad:
