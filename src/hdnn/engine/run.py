@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.autograd.forward_ad import unpack_dual
 
 from hdnn import activations, schemes
@@ -58,10 +58,13 @@ INSTALLED = {
 WIDEST = (
     192  # features of a state on the CPU; beyond, the plain loop is as fast
 )
+WIDEST_TILE = 128  # features that a program on the GPU keeps in registers
 SHARE = 8  # stored states take at most this part of the memory: one in so many
 REMEMBERED = 1024
 
 UNCHANGED = nullcontext()
+
+OPERATORS: Any = torch.ops.hdnn
 
 _plans: dict[Any, Plan] = {}
 
@@ -349,7 +352,7 @@ def kernels(stack: Stack) -> Any:
     """The module whose `Kernel` runs a stack; imported late, for its compiler is large."""
     if stack.device.type == "cpu":
         from hdnn.engine import cpu as module
-    elif stack.width < (128 if stack.scheme.halves else 129):
+    elif stack.width <= WIDEST_TILE:
         from hdnn.engine import gpu as module
     else:
         from hdnn.engine import wide as module
@@ -373,7 +376,6 @@ def backprop_of(stack: Stack, fused: bool, settings: Settings) -> str:
     )
 
 
-@lru_cache(maxsize=REMEMBERED)
 def method(stack: Stack, fused: bool, settings: Settings) -> Any:
     """The kernels of a stack, and what their backward pass starts from."""
     backprop = backprop_of(stack, fused, settings)
@@ -471,23 +473,16 @@ def _traced(call: Call, engine: str | None, backprop: str | None) -> Tensor:
         parts = [h.expand(len(forces[0].K)), *itertools.chain(*forces)]
         tensors = [t.to(dtype).contiguous() for t in parts if t is not None]
         flat = y.reshape(-1, y.shape[-1]).to(dtype).contiguous()
-        y_N = stack_operator(flat, tensors, text)[0]
+        y_N = OPERATORS.stack(flat, tensors, text)[0]
         return y_N.reshape(y.shape).to(y.dtype)
 
 
-def _described(
-    y: Tensor, tensors: Sequence[Tensor], text: str
-) -> tuple[Stack, tuple[Tensor | None, ...], Settings]:
-    """The stack, tensors and settings of a call of the operator; `_traced` writes the text."""
+def _stack(
+    text: str, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[Stack, str]:
+    """The stack of a call of the operator, and its backprop; `_traced` writes the text."""
     sigma, backprop, halves, inverse, learned, moves, *outputs = text.split()
-    h, *rest = tensors
-    weights: list[Tensor | None] = [h]
-    rows = []
-    for output in outputs:
-        K, b, *rest = rest
-        V = None if output == "same" else rest.pop(0)
-        weights += [K, b, V]
-        rows.append(b.shape[1])
+    samples, features, layers, *rows = sizes
     pairs = []
     for move in moves.split(","):
         half, part = move.split(":")
@@ -496,53 +491,40 @@ def _described(
         scheme=Scheme("compiled", 0, tuple(pairs), halves == "1"),
         sigma=activations.get(sigma),
         inverse=inverse == "1",
-        layers=h.shape[0],
-        samples=y.shape[0],
-        features=y.shape[1],
+        layers=layers,
+        samples=samples,
+        features=features,
         rows=tuple(rows),
         outputs=tuple(outputs),
-        dtype=y.dtype,
-        device=y.device,
+        dtype=dtype,
+        device=device,
         learned=learned == "1",
     )
-    precision = matmul_precision(Settings(), y.dtype)
+    return stack, backprop
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _kernel(*call: Any, precision: str) -> tuple[Stack, Any]:
+    """The stack of a call, and what runs it."""
+    stack, backprop = _stack(*call)
     settings = Settings(backprop=backprop, precision=precision)
-    return stack, tuple(weights), settings
+    return stack, method(stack, True, settings)
 
 
-@torch.library.custom_op("hdnn::stack", mutates_args=())
-def stack_operator(
-    y: Tensor, tensors: Sequence[Tensor], text: str
-) -> tuple[Tensor, Tensor]:
-    """y_N, and what the backward pass needs."""
-    stack, weights, settings = _described(y, tensors, text)
-    return method(stack, True, settings).forward(y, weights)
+def _described(y: Tensor, tensors: Sequence[Tensor], text: str) -> Any:
+    """The arguments of `_stack`."""
+    rows = [b.shape[1] for b in tensors if b.dim() == 2]
+    return text, (*y.shape, tensors[0].shape[0], *rows), y.dtype, y.device
 
 
-@stack_operator.register_fake
-def _(y, tensors, text):
-    stack, _, settings = _described(y, tensors, text)
-    backprop = backprop_of(stack, True, settings)
-    if backprop == "stored":
-        shape = (kernels(stack).saved_size(stack, settings.precision),)
-    elif backprop == "checkpoint":
-        shape = (len(Checkpoint.bounds(stack.layers)) - 1, *y.shape)
-    else:
-        shape = y.shape
-    return torch.empty_like(y), y.new_empty(shape)
-
-
-@torch.library.custom_op("hdnn::stack_backward", mutates_args=())
-def backward_operator(
-    g: Tensor, y: Tensor, saved: Tensor, tensors: Sequence[Tensor], text: str
-) -> list[Tensor]:
-    """The gradients of y, and of those tensors that need one."""
-    stack, weights, settings = _described(y, tensors, text)
-    with torch.no_grad():
-        kernel = method(stack, True, settings)
-        g_y, *grads = gradients(kernel, y, saved, g, weights)
-    # Copies: kernels return pieces of one buffer, and an operator may not.
-    return [grad.clone() for grad in (g_y, *_needed(grads, stack))]
+def _filled(tensors: Sequence[Tensor], stack: Stack) -> tuple[Any, ...]:
+    """The tensors with None in the place of each V that is K."""
+    rest = iter(tensors)
+    filled: list[Any] = [next(rest)]
+    for output in stack.outputs:
+        filled += [next(rest), next(rest)]
+        filled.append(None if output == "same" else next(rest))
+    return tuple(filled)
 
 
 def _needed(values: Sequence[Any], stack: Stack) -> list[Any]:
@@ -550,10 +532,60 @@ def _needed(values: Sequence[Any], stack: Stack) -> list[Any]:
     return list(itertools.compress(values, stack.places))
 
 
-@backward_operator.register_fake
-def _(g, y, saved, tensors, text):
-    stack, weights, _ = _described(y, tensors, text)
-    return [torch.empty_like(t) for t in (y, *_needed(weights, stack))]
+# With less around a call than `custom_op` has, which takes longer than a small stack.
+library.define(
+    "hdnn::stack", "(Tensor y, Tensor[] tensors, str text) -> (Tensor, Tensor)"
+)
+library.define(
+    "hdnn::stack_backward",
+    "(Tensor g, Tensor y, Tensor saved, Tensor[] tensors, str text) -> Tensor[]",
+)
+
+
+@library.impl("hdnn::stack", "default")
+def _forward(
+    y: Tensor, tensors: Sequence[Tensor], text: str
+) -> tuple[Tensor, Tensor]:
+    """y_N, and what the backward pass needs."""
+    precision = matmul_precision(Settings(), y.dtype)
+    stack, kernel = _kernel(*_described(y, tensors, text), precision=precision)
+    return kernel.forward(y, _filled(tensors, stack))
+
+
+@library.register_fake("hdnn::stack")
+def _(y: Tensor, tensors: Sequence[Tensor], text: str) -> Any:
+    stack, backprop = _stack(*_described(y, tensors, text))
+    precision = matmul_precision(Settings(), y.dtype)
+    settings = Settings(backprop=backprop, precision=precision)
+    backprop = backprop_of(stack, True, settings)
+    if backprop == "stored":
+        shape = (kernels(stack).saved_size(stack, precision),)
+    elif backprop == "checkpoint":
+        shape = (len(Checkpoint.bounds(stack.layers)) - 1, *y.shape)
+    else:
+        shape = y.shape
+    return torch.empty_like(y), y.new_empty(shape)
+
+
+@library.impl("hdnn::stack_backward", "default")
+def _backward(
+    g: Tensor, y: Tensor, saved: Tensor, tensors: Sequence[Tensor], text: str
+) -> list[Tensor]:
+    """The gradients of y, and of those tensors that need one."""
+    precision = matmul_precision(Settings(), y.dtype)
+    stack, kernel = _kernel(*_described(y, tensors, text), precision=precision)
+    with torch.no_grad():
+        weights = _filled(tensors, stack)
+        g_y, *grads = gradients(kernel, y, saved, g, weights)
+    # Copies: kernels return pieces of one buffer, and an operator may not.
+    return [grad.clone() for grad in (g_y, *_needed(grads, stack))]
+
+
+@library.register_fake("hdnn::stack_backward")
+def _(g: Tensor, y: Tensor, saved: Tensor, tensors: Any, text: str) -> Any:
+    stack, _ = _stack(*_described(y, tensors, text))
+    weights = _needed(_filled(tensors, stack), stack)
+    return [torch.empty_like(t) for t in (y, *weights)]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -564,13 +596,13 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _differentiate(ctx: Any, g: Tensor, _: Any) -> Any:
     y, saved, *tensors = ctx.saved_tensors
-    g_y, *needed = backward_operator(g, y, saved, tensors, ctx.text)
-    stack, weights, _ = _described(y, tensors, ctx.text)
+    g_y, *needed = OPERATORS.stack_backward(g, y, saved, tensors, ctx.text)
+    stack, _ = _stack(*_described(y, tensors, ctx.text))
     grads = []
-    for t, place in zip(weights, stack.places, strict=True):
+    for t, place in zip(_filled(tensors, stack), stack.places, strict=True):
         if t is not None:
             grads.append(needed.pop(0) if place else None)
     return g_y, grads, None
 
 
-stack_operator.register_autograd(_differentiate, setup_context=_save)
+library.register_autograd("hdnn::stack", _differentiate, setup_context=_save)
