@@ -39,7 +39,6 @@ ANSWERS = ("predictions", "probabilities", "agreement", "spread")
 def run(folder: str, data: str, *, proba: bool = False) -> dict[str, Any]:
     """Predictions of a run for data; of several seeds, their mean and how far they agree."""
     runs = members(folder)
-    several = len(runs) > 1
     answers = []
     for member in runs:
         member.check_complete()
@@ -56,18 +55,14 @@ def run(folder: str, data: str, *, proba: bool = False) -> dict[str, Any]:
     each = np.stack([answer for answer, _, _ in answers])
     mean = each.mean(0)
     result = {"rows": len(mean), "target": target.name}
-    if several:
-        result["runs"] = len(runs)
     if target.classes:
         labels = mean.argmax(1)
         result["predictions"] = [target.classes[label] for label in labels]
-        if several:
-            alike = each.argmax(2) == labels
-            result["agreement"] = alike.mean(0).tolist()
     else:
         result["predictions"] = mean.tolist()
-        if several:
-            result["spread"] = each.std(0, ddof=1).tolist()
+    if len(runs) > 1:
+        result["runs"] = len(runs)
+        result |= _agreement(each, mean)
     if proba:
         chances = mean.T.tolist()
         result["probabilities"] = dict(
@@ -77,6 +72,14 @@ def run(folder: str, data: str, *, proba: bool = False) -> dict[str, Any]:
         common = runs[0].metrics()["common"]
         result |= evaluate(mean, truth, target.classes, common)
     return result
+
+
+def _agreement(each: np.ndarray, mean: np.ndarray) -> dict[str, list[float]]:
+    """The share of runs with the same class as their mean, or the spread of their values."""
+    if mean.ndim > 1:
+        alike = each.argmax(2) == mean.argmax(1)
+        return {"agreement": alike.mean(0).tolist()}
+    return {"spread": each.std(0, ddof=1).tolist()}
 
 
 def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
