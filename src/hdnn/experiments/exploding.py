@@ -161,7 +161,7 @@ def figure(options: Any) -> Result:
 
     slopes = [abs(row["slope"] / row["exact slope"] - 1) for row in rows]
     least = min(row["h k^2"] for row in growth if row["exact"] > 0)
-    found = (
+    finding = (
         f"linear growth in the paper's example, slopes within {100 * max(slopes):.1f}% of the "
         f"closed form; exponential from h k^2 = {least:g} on"
     )
@@ -185,7 +185,7 @@ def figure(options: Any) -> Result:
         "exponential": growth,
     }
     title = "Exploding gradients: the two-dimensional example"
-    return Result(title, found, facts, page)
+    return Result(title, finding, facts, page)
 
 
 EXPERIMENTS = {

@@ -163,9 +163,9 @@ def table_three(options: Any) -> Result:
         "epochs": options.epochs,
         "rows": rows,
     }
-    found = "; ".join(found_three(rows, by) for by in options.recipes)
-    found += f"; {options.seeds} seeds"
-    return Result("Table III: MNIST", found, facts, page)
+    finding = "; ".join(found_three(rows, by) for by in options.recipes)
+    finding += f"; {options.seeds} seeds"
+    return Result("Table III: MNIST", finding, facts, page)
 
 
 def found_three(rows: list[dict[str, Any]], by: str) -> str:
@@ -239,8 +239,8 @@ def table_four(options: Any) -> Result:
         "rows": rows,
     }
     means = [f"{row['title']} {row['test']['mean']:.2f}%" for row in rows]
-    found = f"{', '.join(means)} after {options.epochs} epochs"
-    return Result(f"Table IV: {data.name}", found, facts, page, suffix)
+    finding = f"{', '.join(means)} after {options.epochs} epochs"
+    return Result(f"Table IV: {data.name}", finding, facts, page, suffix)
 
 
 def lines_four(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -343,13 +343,13 @@ def regions(options: Any, title: str, jobs: list[Job]) -> Result:
         pictures[file] = right
         page += [f"![{right:.2f}% of the test points are right]({file})", ""]
     shares = [f"{right:.2f}%" for right in pictures.values()]
-    found = f"{' and '.join(shares)} of the test points"
+    finding = f"{' and '.join(shares)} of the test points"
     facts = {
         "title": title,
         "seed": options.seed,
         "pictures": pictures,
     }
-    return Result(f"Decision regions: {title}", found, facts, page)
+    return Result(f"Decision regions: {title}", finding, facts, page)
 
 
 def figure_planar(options: Any) -> Result:
@@ -445,8 +445,8 @@ def figure_gradients(options: Any) -> Result:
         "networks": results,
     }
     shown = [f"{row['name']}: {row['smallest']:.2g}" for row in rows]
-    found = f"smallest norm(dy_N/dy_j) of a sample: {'; '.join(shown)}"
-    return Result("Gradients through a training", found, facts, page)
+    finding = f"smallest norm(dy_N/dy_j) of a sample: {'; '.join(shown)}"
+    return Result("Gradients through a training", finding, facts, page)
 
 
 EXPERIMENTS = {

@@ -34,14 +34,14 @@ class Result(NamedTuple):
 
     Attributes:
         title: the first line of its page.
-        found: the result in a few words, for the index of results.
+        finding: the result in a few words, for the index of results.
         facts: all numbers, for the JSON file.
         page: the other lines of its page, in Markdown.
         suffix: of the names of its files.
     """
 
     title: str
-    found: str
+    finding: str
     facts: dict[str, Any]
     page: list[str]
     suffix: str = ""
@@ -68,7 +68,7 @@ def run(name: str, experiment: Experiment, argv: list[str]) -> int:
         "versions": {"hdnn": __version__, "torch": torch.__version__},
         **result.facts,
         "seconds": round(time.perf_counter() - start, 1),
-        "found": result.found,
+        "found": result.finding,
     }
     lines = [f"# {result.title}", "", *result.page]
     page = "\n".join(lines) + "\n"
