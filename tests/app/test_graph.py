@@ -28,6 +28,9 @@ columns = {pump = ["flow", "power"], valve = ["angle"], tank = ["level", "kind"]
 def plant(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("plant.toml").write_text(PLANT)
+    # A folder with data from elsewhere may hold programs, which must not be run.
+    for name in ("torch", "json", "hdnn", "sitecustomize"):
+        Path(f"{name}.py").write_text("raise SystemExit('it was run')\n")
     random = np.random.default_rng(0)
     columns = dict(
         zip(

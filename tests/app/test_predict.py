@@ -21,6 +21,7 @@ import pandas as pd
 import hdnn
 from hdnn import io
 from hdnn.__main__ import main
+from hdnn.app import predict
 
 NAMES = ["=cmd|' /C calc'!A0", "+cmd", "-1+1", "@sum", "plain"]
 
@@ -128,6 +129,26 @@ def test_a_spreadsheet_runs_nothing_of_a_prediction(folder):
     assert {row[0] for row in rows[1:]} == safe
     chances = np.array([row[1:] for row in rows[1:]], float)
     assert np.allclose(chances.sum(1), 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["=1", "+1+1", "-cmd|x", "@sum", "\tx", "\rx", "\r=x", " =1", "＝1+1", "-"],  # noqa: RUF001
+)
+def test_no_cell_and_no_heading_is_a_formula(name):
+    result = {"target": name, "predictions": [name], "spread": [-3.5]}
+    heading, cells = csv.reader(
+        text_io.StringIO(predict.csv_text(result), newline="")
+    )
+    assert heading[0] == cells[0] == f"'{name}".replace("\r", "\n")
+    assert cells[1] == "-3.5"
+
+
+@pytest.mark.parametrize("name", ["-3.5", "+1e-5", "-3,5", "12", "x=1", "a-b"])
+def test_numbers_and_harmless_names_stay_as_they_are(name):
+    result = {"target": "y", "predictions": [name]}
+    rows = list(csv.reader(predict.csv_text(result).splitlines()))
+    assert rows == [["y"], [name]]
 
 
 def test_several_seeds_predict_their_mean(folder):

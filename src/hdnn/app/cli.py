@@ -28,18 +28,7 @@ from hdnn.app.config import (
     all_options,
 )
 from hdnn.errors import CheckpointError, OptionError, choose
-
-EXPERIMENTS = (
-    "table-planar",
-    "table-distributed",
-    "table-mnist",
-    "table-cifar",
-    "fig-planar",
-    "fig-distributed",
-    "fig-gradients",
-    "fig-exploding",
-    "fig-cifar",
-)
+from hdnn.experiments import NAMES as EXPERIMENTS
 
 METAVARS = {
     "int | None": "N",
@@ -301,7 +290,7 @@ def certify(
     data: Annotated[
         str | None, Option(help="points to look at (default: test points)")
     ] = None,
-    samples: Annotated[int, Option(help="the most points to look at")] = 50,
+    samples: Annotated[int, Option(help="the most points to look at")] = 20,
     as_json: JsonFlag = False,
 ) -> int:
     """Measure the gradients of a trained network. Exit code 1: a guarantee was not confirmed."""

@@ -60,7 +60,7 @@ def draw(h2: Any, perceptron: Any, data: Any, norms: Any, folder: Path) -> bool:
     models = {"H2": (h2, mine), "perceptron": (perceptron, norms)}
     for column, (name, (model, certificate)) in enumerate(models.items()):
         title = f"{name}, {model.net.layers} layers"
-        plotting.decision_regions(model, data.plane, panels[0][column])
+        plotting.decision_regions(model, data.source, panels[0][column])
         panels[0][column].set_title(title)
         certificate.plot(panels[1][column])
         panels[1][column].set_yscale("log")

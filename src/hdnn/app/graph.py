@@ -21,7 +21,7 @@ from hdnn.app.config import (
     plain_name,
 )
 from hdnn.app.runs import Run
-from hdnn.app.train import Data, Job, check_folders, load, train
+from hdnn.app.train import Data, Job, check_folders, load, pick, train
 from hdnn.data import planar
 from hdnn.distributed import Graph
 from hdnn.distributed.exchange import world
@@ -152,10 +152,7 @@ class GraphJob(Job):
         }
         if self.placement:
             options["placement"] = self.placement
-        for name in TRAINING:
-            if getattr(config, name) is not None:
-                options[name] = getattr(config, name)
-        return options
+        return options | pick(config, TRAINING)
 
     def fit(self, folder: Path, progress: bool) -> History:
         data = self.config.data

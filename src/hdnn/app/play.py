@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 import socket
 import sys
-import threading
+import time
 import webbrowser
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from hdnn.errors import OptionError
 
@@ -25,6 +27,7 @@ EXPORT = re.compile(
     r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.M
 )
 TIMEOUT = 10.0  # seconds that a client may take for all of a request
+CLIENTS = 16  # at the same time
 
 
 def page() -> str:
@@ -56,30 +59,39 @@ def _add(path: Path, scripts: dict[Path, str]) -> None:
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server of the playground on the loopback."""
+    """A server of the playground on the loopback, with few clients, each for a short time."""
 
     daemon_threads = True
 
     def __init__(self, port: int) -> None:
         self.content = page().encode()
+        self.clients: dict[socket.socket, float] = {}
         super().__init__((HOST, port), PageHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.clients[request] = time.monotonic() + TIMEOUT
+        super().process_request(request, client_address)
+        self.service_actions()
+
+    def service_actions(self) -> None:
+        """Give up clients that take too long, and the first of too many; called twice a second."""
+        now = time.monotonic()
+        for client, end in list(self.clients.items()):
+            if end < now or len(self.clients) > CLIENTS:
+                self.clients.pop(client, None)
+                with suppress(OSError):  # it is gone
+                    client.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.clients.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing: the client is gone."""
 
 
 class PageHandler(BaseHTTPRequestHandler):
-    """One request, in a thread that ends in time."""
-
-    def handle(self) -> None:
-        end = (socket.SHUT_RDWR,)
-        timer = threading.Timer(TIMEOUT, self.connection.shutdown, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            super().handle()
-        finally:
-            timer.cancel()
+    """One request."""
 
     def do_GET(self) -> None:
         assert isinstance(self.server, PageServer)

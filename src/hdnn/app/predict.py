@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io as text_io
 import os
+import re
 import sys
 import threading
 import time
@@ -25,8 +26,10 @@ from hdnn.data.tables import Target
 from hdnn.errors import CheckpointError, DataError, OptionError
 from hdnn.progress import CLEAR
 
-# A spreadsheet would run a text that begins so.
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+# A spreadsheet would run a text that begins so; in some countries the signs are full-width.
+FORMULA = tuple("=+-@＝＋－＠")  # noqa: RUF001
+CONTROL = tuple("\t\r\n")
+NUMBER = r"[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?"
 ANSWERS = ("predictions", "probabilities", "agreement", "spread")
 
 
@@ -37,54 +40,53 @@ def run(folder: str, data: str, *, proba: bool = False) -> dict[str, Any]:
     """Predictions of a run for data; of several seeds, their mean and how far they agree."""
     runs = members(folder)
     answers = []
-    for each in runs:
-        each.check_complete()
-        answers.append(_answers(each, data))
-    first, truth, target = answers[0]
-    if any(other[2].classes != target.classes for other in answers):
+    for member in runs:
+        member.check_complete()
+        answers.append(_answers(member, data))
+    _, truth, target = answers[0]
+    if any(other.classes != target.classes for _, _, other in answers):
         raise CheckpointError(
             f"the runs in {folder} predict different classes; they have no mean."
         )
+    if proba and not target.classes:
+        raise OptionError(
+            "the run predicts values, which have no probabilities."
+        )
     each = np.stack([answer for answer, _, _ in answers])
-    result = {
-        "rows": len(first),
-        "target": target.name,
-        **_combined(each, target, proba),
-    }
+    mean = each.mean(0)
+    result = {"rows": len(mean), "target": target.name}
+    if target.classes:
+        labels = mean.argmax(1)
+        result["predictions"] = [target.classes[label] for label in labels]
+    else:
+        result["predictions"] = mean.tolist()
+    if len(runs) > 1:
+        result["runs"] = len(runs)
+        result |= _agreement(each, mean)
+    if proba:
+        chances = mean.T.tolist()
+        result["probabilities"] = dict(
+            zip(target.classes, chances, strict=True)
+        )
     if truth is not None:
         common = runs[0].metrics()["common"]
-        result |= evaluate(each.mean(0), truth, target.classes, common)
+        result |= evaluate(mean, truth, target.classes, common)
     return result
 
 
-def _combined(each: np.ndarray, target: Any, proba: bool) -> dict[str, Any]:
-    """The mean of the outputs of several runs; how far they agree, or how far they spread."""
-    mean = each.mean(0)
-    result: dict[str, Any] = {"runs": len(each)} if len(each) > 1 else {}
-    if not target.classes:
-        if proba:
-            raise OptionError(
-                "the run predicts values, which have no probabilities."
-            )
-        result["predictions"] = mean.tolist()
-        if len(each) > 1:
-            result["spread"] = each.std(0, ddof=1).tolist()
-        return result
-    chosen = mean.argmax(1)
-    result["predictions"] = [target.classes[label] for label in chosen]
-    if proba:
-        result["probabilities"] = dict(
-            zip(target.classes, mean.T.tolist(), strict=True)
-        )
-    if len(each) > 1:
-        result["agreement"] = (each.argmax(2) == chosen).mean(0).tolist()
-    return result
+def _agreement(each: np.ndarray, mean: np.ndarray) -> dict[str, list[float]]:
+    """The share of runs with the same class as their mean, or the spread of their values."""
+    if mean.ndim > 1:
+        alike = each.argmax(2) == mean.argmax(1)
+        return {"agreement": alike.mean(0).tolist()}
+    return {"spread": each.std(0, ddof=1).tolist()}
 
 
 def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
     """Outputs of one run in units of the target, the truth if it is known, and the target."""
     model = run.model()
-    if run.options()["data"] in IMAGE_SETS:
+    options = run.options()
+    if options["data"] in IMAGE_SETS:
         if data not in IMAGE_SETS:
             raise OptionError(
                 f"the run is about images; give mnist or cifar10, not {data}."
@@ -94,8 +96,9 @@ def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
         target = Target("class", "classification", list(images.classes))
         return outputs(model, x), images.t_test.numpy(), target
     encoder, target = run.columns()
-    frame = read_rows(data, run.options().get("seed", 0))
-    answers = outputs(model, torch.from_numpy(encoder.transform(frame)))
+    frame = read_rows(data, options.get("seed", 0))
+    x = torch.from_numpy(encoder.transform(frame))
+    answers = outputs(model, x)
     truth = None
     with suppress(DataError):  # no such column, or it has gaps or other classes
         truth = target.encode(frame)
@@ -110,20 +113,24 @@ def read_rows(data: str, seed: int) -> Any:
     if data not in PLANAR_SETS:
         return tables.read(data)
     points = planar.load(data, seed=seed)
-    x = points.x_test.double().numpy()
-    frame = tables.pd.DataFrame(x, columns=["x1", "x2"])
-    return frame.assign(**{"class": points.t_test.numpy()})
+    x1, x2 = points.x_test.double().numpy().T
+    labels = points.t_test.numpy()
+    return tables.pd.DataFrame(
+        {
+            "x1": x1,
+            "x2": x2,
+            "class": labels,
+        }
+    )
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """A result without its long lists."""
-    return {
-        name: value for name, value in result.items() if name not in ANSWERS
-    }
+    return {k: value for k, value in result.items() if k not in ANSWERS}
 
 
 def text(result: dict[str, Any]) -> str:
-    """One or two lines for people."""
+    """Lines for people."""
     by = f" by {result['runs']} runs together" if "runs" in result else ""
     first = f"{result['rows']} predictions of {result['target']}{by} in {result['out']}"
     return f"{first}\n{lines(score_rows(result))}".rstrip()
@@ -133,28 +140,26 @@ def csv_text(result: dict[str, Any]) -> str:
     """A CSV table with a row for each prediction."""
     target = result["target"]
     columns = {target: result["predictions"]}
-    for name, column in (("agreement", "agreement"), ("spread", "std")):
-        if name in result:
-            columns[f"{column}({target})"] = result[name]
+    if "agreement" in result:
+        columns[f"agreement({target})"] = result["agreement"]
+    if "spread" in result:
+        columns[f"std({target})"] = result["spread"]
     for name, chances in result.get("probabilities", {}).items():
         columns[f"p({name})"] = chances
     file = text_io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([_safe(name) for name in columns])
-    for row in zip(*columns.values(), strict=True):
-        writer.writerow([_safe(cell) for cell in row])
+    for row in (columns, *zip(*columns.values(), strict=True)):
+        writer.writerow(map(_safe, row))
     return file.getvalue()
 
 
 def _safe(cell: Any) -> Any:
     """A text that a spreadsheet takes as text, also where it looks like a formula."""
-    if not isinstance(cell, str) or not cell.startswith(FORMULA):
-        return cell
-    try:
-        float(cell)
-    except ValueError:
-        return "'" + cell
-    return cell  # a number such as -1 is harmless
+    if not isinstance(cell, str) or re.fullmatch(NUMBER, cell):
+        return cell  # a number such as -3.5 is harmless
+    cell = cell.replace("\r", "\n")  # the writer quotes this one only
+    risky = cell.strip().startswith(FORMULA) or cell.startswith(CONTROL)
+    return f"'{cell}" if risky else cell
 
 
 # Certificates
@@ -173,15 +178,16 @@ def waiting(label: str) -> Iterator[None]:
             sys.stderr.flush()
         sys.stderr.write(CLEAR)
 
+    if not sys.stderr.isatty():
+        yield
+        return
     thread = threading.Thread(target=tick, daemon=True)
-    if sys.stderr.isatty():
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         done.set()
-        if thread.ident is not None:
-            thread.join()
+        thread.join()
 
 
 def certify(place: str, data: str | None, *, samples: int) -> Any:
@@ -203,7 +209,8 @@ def certify(place: str, data: str | None, *, samples: int) -> Any:
         where = "test points"
     elif run is not None:
         frame = read_rows(source, run.options().get("seed", 0))
-        x = torch.from_numpy(run.columns()[0].transform(frame))
+        encoder, _ = run.columns()
+        x = torch.from_numpy(encoder.transform(frame))
     else:
         frame = read_rows(source, 0).select_dtypes("number")
         frame = frame.drop(columns="class", errors="ignore")

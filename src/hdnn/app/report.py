@@ -108,24 +108,21 @@ def groups(runs: Sequence[RunOnPage]) -> list[dict[str, Any]]:
     """Mean and spread of runs that differ in nothing but their seed."""
     alike: dict[str, list[RunOnPage]] = {}
     for run in runs:
-        same = {
-            name: value
-            for name, value in run.options.items()
-            if name not in ASIDE
-        }
+        same = {k: v for k, v in run.options.items() if k not in ASIDE}
         if run.measure:
             alike.setdefault(str(same), []).append(run)
-    return [_group(group) for group in alike.values() if len(group) > 1]
-
-
-def _group(runs: Sequence[RunOnPage]) -> dict[str, Any]:
-    name = runs[0].measure
-    facts = spread([run.metrics[name] for run in runs])
-    shown = {key: score_text(name, value) for key, value in facts.items()}
-    first = Path(runs[0].name).name
-    return {
-        "runs": f"{first} and {len(runs) - 1} more",
-        "measure": name,
-        "simplest answer": runs[0].baseline,
-        **shown,
-    }
+    rows = []
+    for first, *others in alike.values():
+        if not others:
+            continue
+        name = first.measure
+        values = [run.metrics[name] for run in (first, *others)]
+        row = {
+            "runs": f"{Path(first.name).name} and {len(others)} more",
+            "measure": name,
+            "simplest answer": first.baseline,
+        }
+        for fact, value in spread(values).items():
+            row[fact] = score_text(name, value)
+        rows.append(row)
+    return rows

@@ -81,11 +81,17 @@ PLANAR: dict[str, Any] = {
     "ridge": 1e-4,
     "smoothness": 5e-4,
 }
+RECIPE_OPTIONS = (  # of images
+    "batch",
+    "learning_rate",
+    "weight_decay",
+    "smoothness",
+    "seed",
+)
 STEPS = 20  # in an epoch of few images
 SMALL = 8  # features, up to which a certificate looks at many points
 MANY = 1000
-FEW = 50
-IMAGES = 20  # to certify at
+FEW = 20
 
 
 def plan(values: Mapping[str, Any]) -> list[tuple[Config, Run]]:
@@ -164,7 +170,8 @@ def train(
             **options,
             "network": repr(getattr(model, "net", model)).partition("\n")[0],
             "parameters": sum(p.numel() for p in model.parameters()),
-            **data.facts(),
+            "common": data.common,
+            **data.facts,
             **job.facts,
         }
         for part, (x, t) in data.parts.items():
@@ -207,6 +214,9 @@ class Data:
         points: inputs to certify the model at; None for random states.
         place: what a certificate calls them.
         samples: the most points to certify at.
+        common: the most frequent label of the training rows, or their mean.
+        source: points of the plane, rows of a file to train on, or images.
+        facts: the task and the numbers of rows, for the metrics.
     """
 
     parts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -215,12 +225,9 @@ class Data:
     points: Tensor | None = None
     place: str = "random states"
     samples: int = FEW
-    common: float = (
-        0  # the most frequent label of the training rows, or their mean
-    )
-    plane: Any = None  # points of the plane
-    frame: Any = None  # the rows of a file to train on
-    images: Any = None
+    common: float = 0
+    source: Any = None
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def note(self) -> dict[str, Any] | None:
         """The columns, which the file of the model remembers."""
@@ -233,29 +240,6 @@ class Data:
         if self.target.classes:
             return t.numpy(force=True)
         return self.target.decode(t[:, 0].numpy())
-
-    def facts(self) -> dict[str, Any]:
-        """The task, and the numbers of rows."""
-        if self.target is None:
-            return {}
-        facts = {"task": self.target.task, "common": self.common}
-        if self.images is not None:
-            return {
-                **facts,
-                "target": "class",
-                "train_images": len(self.images.t_train),
-                "test_images": len(self.images.t_test),
-            }
-        facts |= {
-            "inputs": len(self.encoder.names),
-            "train_rows": len(self.parts["train"][0]),
-            "test_rows": len(self.parts.get("test", [()])[0]),
-            "notes": list(self.encoder.notes),
-        }
-        if not self.target.classes:
-            facts["target_mean"] = self.target.center
-            facts["target_std"] = self.target.scale
-        return facts
 
     def scores(
         self, part: str, answers: np.ndarray, t: Tensor
@@ -272,20 +256,30 @@ class Data:
 
 
 def rows_to_learn(
-    rows: Sequence[Tensor], encoder: Any, target: Any, **more: Any
+    rows: Sequence[Tensor], encoder: Any, target: Any, source: Any
 ) -> Data:
     """Data of encoded rows: x and t to train on, x and t to test with."""
     x, t, x_test, t_test = rows
     parts = {"train": (x, t)}
-    data = Data(parts, target, encoder, x, "training points", **more)
+    data = Data(parts, target, encoder, x, "training points", source=source)
     if len(x_test):
         parts["test"] = (x_test, t_test)
         data.points = x_test
         data.place = "test points"
+    data.facts = {
+        "task": target.task,
+        "inputs": len(encoder.names),
+        "train_rows": len(x),
+        "test_rows": len(x_test),
+        "notes": list(encoder.notes),
+    }
     truth = data.truth(t)
-    data.common = float(truth.mean())
     if target.classes:
         data.common = int(np.bincount(truth).argmax())
+    else:
+        data.common = float(truth.mean())
+        data.facts["target_mean"] = target.center
+        data.facts["target_std"] = target.scale
     return data
 
 
@@ -322,7 +316,7 @@ def load_table(config: Any) -> Data:
     x = torch.from_numpy(encoder.transform(inputs))
     t = torch.from_numpy(labels)
     rows = (x[train], t[train], x[test], t[test])
-    return rows_to_learn(rows, encoder, target, frame=inputs.iloc[train])
+    return rows_to_learn(rows, encoder, target, inputs.iloc[train])
 
 
 def load_points(name: str, seed: int) -> Data:
@@ -334,13 +328,12 @@ def load_points(name: str, seed: int) -> Data:
         "kind": "number",
         "gaps": False,
         "fill": 0.0,
-        "center": 0.0,
-        "scale": 1.0,
     }
-    encoder = tables.Encoder([{"name": "x1", **plain}, {"name": "x2", **plain}])
+    plain |= {"center": 0.0, "scale": 1.0}
+    encoder = tables.Encoder([{"name": x, **plain} for x in ("x1", "x2")])
     target = tables.Target("class", "classification", ["0", "1"])
     rows = (points.x_train, points.t_train, points.x_test, points.t_test)
-    return rows_to_learn(rows, encoder, target, plane=points)
+    return rows_to_learn(rows, encoder, target, points)
 
 
 # Jobs
@@ -357,14 +350,15 @@ class Job:
     certified: Any = None
 
     def __init__(self, config: PlaneConfig) -> None:
-        chosen = {k: v for k, v in PLANAR.items() if getattr(config, k) is None}
+        options = {**PLANAR, **config.options()}
         if config.network == "mlp":
-            chosen.pop("T", None)
-        device = find_device(config.device)
-        self.config: Any = replace(config, device=device, **chosen)
+            options["T"] = config.T
+        options["device"] = find_device(config.device)
+        self.config: Any = replace(config, **options)
         self.facts: dict[str, Any] = {}
         self.data = load(config)
         self.model: Any = self.build()
+        self.data.samples = samples_for(self.model)
 
     def build(self) -> Model:
         """A new model of the config's network."""
@@ -373,9 +367,12 @@ class Job:
         if options["T"] is None:
             del options["T"]
         network = BY_NAME[choose("network", self.config.network, BY_NAME)]
-        net = network(init="paper", generator=generator, **options)
+        net = network(
+            init="paper",
+            generator=generator,
+            **options,
+        )
         head = SigmoidHead(net.features, generator=generator)
-        self.data.samples = MANY if net.features <= SMALL else FEW
         return Model(Augment(2, net.features), net, head)
 
     def fit(self, folder: Path, progress: bool) -> History:
@@ -423,22 +420,18 @@ class TableJob(Job):
         self.data = load_table(config)
         self.estimator = estimator(config, self.data.target.classes)
         labels = self.data.truth(self.data.parts["train"][1])
-        self.rows = self.estimator._begin(self.data.frame, labels, None)
+        self.rows = self.estimator._begin(self.data.source, labels, None)
         decay = self.estimator._shrinkage(self.rows)
         self.model = self.estimator.model_
-        features = self.model.net.features
-        self.data.samples = MANY if features <= SMALL else FEW
-        chosen = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
-        chosen["features"] = features
+        options = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
+        options["features"] = self.model.net.features
         if config.network == "mlp":
-            chosen["T"] = None
-        self.config = replace(
-            config,
-            data=os.path.abspath(config.data),
-            task=self.data.target.task,
-            weight_decay=decay,
-            **chosen,
-        )
+            options["T"] = None
+        options["data"] = os.path.abspath(config.data)
+        options["task"] = self.data.target.task
+        options["weight_decay"] = decay
+        self.config = replace(config, **options)
+        self.data.samples = samples_for(self.model)
 
     def fit(self, folder: Path, progress: bool) -> History:
         config = self.config
@@ -449,7 +442,11 @@ class TableJob(Job):
         if config.validation:
             rows, held = self.estimator._hold_out(rows, config.validation)
             options["validation"] = held
-        options |= {"folder": folder, "resume": True, "progress": progress}
+        options |= {
+            "folder": folder,
+            "resume": True,
+            "progress": progress,
+        }
         history = self.estimator._train(
             self.model, rows, config.weight_decay, **options
         )
@@ -457,16 +454,22 @@ class TableJob(Job):
         return history
 
 
+def samples_for(model: Any) -> int:
+    """The number of points to certify a model at."""
+    return MANY if model.net.features <= SMALL else FEW
+
+
+def pick(config: Config, names: Sequence[str]) -> dict[str, Any]:
+    """The options with these names that have a value."""
+    return {k: v for k, v in config.options().items() if k in names}
+
+
 def estimator(config: TableConfig, classes: Sequence[str]) -> Any:
     """The estimator with the options of a config."""
     from hdnn.estimators import HDNNClassifier, HDNNRegressor
 
-    options = {}
     names = (*NETWORK_OPTIONS, *FIT_OPTIONS, "network", "categorical", "device")
-    for name in names:
-        value = getattr(config, name)
-        if value not in (None, []):
-            options[name] = value
+    options = pick(config, names)
     weights = config.weights()
     if weights is not None:
         if not classes:
@@ -493,11 +496,16 @@ def test_images(images: ImageData) -> Data:
 
     target = Target("class", "classification", list(images.classes))
     x = images.normalised(images.images_test, torch.float32)
-    data = Data({"test": (x, images.t_test)}, target, images=images)
-    data.points = x[:IMAGES]
-    data.samples = IMAGES
+    data = Data({"test": (x, images.t_test)}, target, source=images)
+    data.points = x[:FEW]
     data.place = f"test images of {images.name}"
     data.common = int(torch.bincount(images.t_train.cpu()).argmax())
+    data.facts = {
+        "task": target.task,
+        "target": "class",
+        "train_images": len(images.t_train),
+        "test_images": len(images.t_test),
+    }
     return data
 
 
@@ -505,38 +513,27 @@ class ImageJob(Job):
     """A training on images, by a recipe of the paper's tables."""
 
     def __init__(self, config: ImageConfig) -> None:
+        place = (config.data, config.network)
         epochs = config.epochs or 40
-        device = find_device(config.device)
         images = load_images(config.data)
-        names = ("batch", "learning_rate", "weight_decay", "smoothness")
-        chosen: dict[str, Any] = {"epochs": epochs, "seed": config.seed}
-        for name in names:
-            if getattr(config, name) is not None:
-                chosen[name] = getattr(config, name)
+        device = find_device(config.device)
+        recipe = pick(config, RECIPE_OPTIONS)
         if config.images is not None:
             images = images.first(config.images)
-            chosen.setdefault("batch", max(1, config.images // STEPS))
+            recipe.setdefault("batch", max(1, config.images // STEPS))
         if device == "cpu":
-            chosen["bf16"] = False  # slow on most CPUs
-        self.recipe = recipes.image_recipe(
-            config.data, config.network, **chosen
-        )
-        settings = recipes.image_settings(
-            config.data, config.network, epochs=epochs
-        )
+            recipe["bf16"] = False  # slow on most CPUs
+        self.recipe = recipes.image_recipe(*place, epochs=epochs, **recipe)
+        settings = recipes.image_settings(*place, epochs=epochs)
         if not settings and (config.layers or config.T or config.activation):
             raise OptionError(
                 f"{config.network} has no Hamiltonian layers to set."
             )
-        for name in ("layers", "activation"):
-            if getattr(config, name) is not None:
-                settings[name] = getattr(config, name)
+        settings |= pick(config, ("layers", "activation"))
+        layers = settings.get("layers")
         if config.T is not None:
             settings["step"] = config.T / settings["layers"]
-        self.model = recipes.image_network(
-            config.data, config.network, seed=config.seed, **settings
-        )
-        layers = settings.get("layers")
+        self.model = recipes.image_network(*place, seed=config.seed, **settings)
         self.config = replace(
             config, device=device, epochs=epochs, layers=layers
         )
@@ -547,7 +544,7 @@ class ImageJob(Job):
         self.model.to(self.config.device)
         history = fit_images(
             self.model,
-            self.data.images,
+            self.data.source,
             self.recipe,
             folder=folder,
             resume=True,
@@ -575,9 +572,9 @@ def draw(
     except MissingExtraError:
         return []
     axes = {"training": plotting.training_history(history)}
-    plane = job.data.plane
-    if plane is not None and job.certified is None:
-        axes["decision_regions"] = plotting.decision_regions(job.model, plane)
+    points = job.data.source
+    if isinstance(points, planar.PlanarData) and job.certified is None:
+        axes["decision_regions"] = plotting.decision_regions(job.model, points)
     if certificate is not None and (certificate.by_layer or certificate.parts):
         axes["norms"] = certificate.plot()
     for name, ax in axes.items():

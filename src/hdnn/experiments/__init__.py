@@ -13,7 +13,6 @@ NAMES = (
     "fig-distributed",
     "fig-gradients",
     "fig-exploding",
-    "fig-cifar",
 )
 
 

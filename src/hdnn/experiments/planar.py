@@ -22,14 +22,15 @@ from hdnn.analysis import GradientMonitor, GradientWarning
 from hdnn.data import planar
 from hdnn.errors import ConvergenceError
 from hdnn.experiments import runner
-from hdnn.experiments.runner import Experiment, Job
+from hdnn.experiments.runner import RECIPES, Experiment, Job, Result
 from hdnn.plotting import decision_regions, gradient_surface, new_figure
 from hdnn.training import fit
 
 ENOUGH = 1e-4  # a loss at which all points are clearly right
-ROUNDED_NOTE = f"within rounding, {runner.ROUNDED} counts as 100."
-ABOUT = """A cell: mean ± standard deviation (worst to best), the paper's figure in brackets{};
-bold where the {} is at or above that figure without rounding."""
+ABOUT = f"""{{count}}; within rounding, {runner.ROUNDED} counts as 100.
+A cell: mean ± standard deviation (worst to best), the paper's figure in brackets{{more}};
+bold where the {{what}} is at or above that figure without rounding.
+"""
 
 
 def accuracy(model: hdnn.Model, x: Tensor, t: Tensor) -> float:
@@ -39,36 +40,31 @@ def accuracy(model: hdnn.Model, x: Tensor, t: Tensor) -> float:
 
 def train(job: Job, x: Tensor, t: Tensor) -> hdnn.Model:
     """The network of a job, trained on these points."""
-    if "moved" not in job:
-        model = network(job, job["seed"])
-        fit(model, x, t, seed=job["seed"], progress=False, **job["options"])
-        return model
+    copies = job.get("copies", 1)
     generator = torch.Generator().manual_seed(job["seed"])
-    near = x.repeat(job["copies"], 1)
-    near += job["moved"] * (
-        2 * torch.rand(near.shape, generator=generator, dtype=x.dtype) - 1
-    )
-    labels = t.repeat(job["copies"])
-    best = None
+    near = x.repeat(copies, 1)
+    noise = torch.rand(near.shape, generator=generator, dtype=x.dtype)
+    near += job.get("moved", 0.0) * (2 * noise - 1)
+    labels = t.repeat(copies)
     least = torch.inf
-    for start in range(job["starts"]):
+    best: Any = None
+    for start in range(job.get("starts", 1)):
         seed = job["seed"] + 1_000_000 * start
         model = network(job, seed)
+        options = {"seed": seed, "progress": False, **job["options"]}
         try:
-            fit(
-                model, near, labels, seed=seed, progress=False, **job["options"]
-            )
+            fit(model, near, labels, **options)
         except ConvergenceError:  # an implicit layer without a solution
-            if best is None and start == job["starts"] - 1:
-                raise
             continue
         with torch.no_grad():
             loss = float(model.loss(x, t))
         if loss < least:
-            best, least = model, loss
+            best = model
+            least = loss
         if loss < ENOUGH:
             break
-    assert best is not None
+    if best is None:
+        raise ConvergenceError("no start led to a solution.")
     return best
 
 
@@ -79,8 +75,8 @@ def measure(job: Job) -> Job:
     x_test, t_test = data.x_test, data.t_test
     if job.get("validation"):
         count = len(x) // 5
-        x_test, t_test = x[:count], t[:count]
-        x, t = x[count:], t[count:]
+        x_test, x = x.tensor_split([count])
+        t_test, t = t.tensor_split([count])
     try:
         model = train(job, x, t)
     except ConvergenceError as error:
@@ -88,26 +84,20 @@ def measure(job: Job) -> Job:
     return {"accuracy": accuracy(model, x_test, t_test)}
 
 
-def cells(results: list[tuple[Job, Job]], *keys: str) -> list[dict[str, Any]]:
-    """A row for all seeds of a cell, with the paper's figure."""
+def cells(jobs: list[Job], options: Any, *keys: str) -> list[dict[str, Any]]:
+    """Run all jobs; a row for all seeds of a cell, with the paper's figure."""
+    results = runner.run_jobs(jobs, measure, options.runs, options.processes)
     rows = []
-    papers = {
-        tuple(job[key] for key in keys): job["paper"] for job, _ in results
-    }
-    for cell, values in runner.grouped(results, *keys).items():
+    for cell, values in runner.grouped(results, *keys, "paper").items():
         ended = [value["accuracy"] for value in values if "accuracy" in value]
-        row = {**dict(zip(keys, cell, strict=True)), "paper": papers[cell]}
-        row |= {
-            "failed": len(values) - len(ended),
-            **runner.summary(ended or [0.0]),
-        }
-        rows.append(row)
+        row = dict(zip((*keys, "paper"), cell, strict=True))
+        row["failed"] = len(values) - len(ended)
+        rows.append({**row, **runner.summary(ended or [0.0])})
     return rows
 
 
 # Table I
 
-NAMES = {"paper": "the paper's recipe", "ours": "our recipe"}
 NETWORKS = ("MS1", "MS2", "MS3", "H1", "H2")
 TABLE_I = {
     ("swiss_roll", 4): (77.1, 79.7, 90.1, 93.6, 84.3),
@@ -150,125 +140,85 @@ def network(job: Job, seed: int) -> hdnn.Model:
     if "variant" in job:
         return ring_network(job["variant"], job["layers"], seed)
     generator = torch.Generator().manual_seed(seed)
-    common: dict[str, Any] = {
-        "init": job.get("init", "paper"),
-        "generator": generator,
-    }
+    options: dict[str, Any] = {"init": "paper", "generator": generator}
     if job["network"] != "MLP":
-        common["T"] = job["T"]
-    net = getattr(hdnn.networks, job["network"])(4, job["layers"], **common)
-    return hdnn.Model(
-        hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator)
-    )
+        options["T"] = job["T"]
+    kind = getattr(hdnn.networks, job["network"])
+    net = kind(4, job["layers"], **options)
+    head = hdnn.SigmoidHead(4, generator=generator)
+    return hdnn.Model(hdnn.Augment(2, 4), net, head)
 
 
 def job_one(
     network: str, data: str, layers: int, seed: int, T: float | None = None
 ) -> Job:
     """One training of Table I: by our recipe, or by the paper's with this T."""
-    paper = TABLE_I[data, layers][NETWORKS.index(network)]
     job: Job = {
         "network": network,
         "data": data,
         "layers": layers,
         "seed": seed,
-        "paper": paper,
+        "paper": TABLE_I[data, layers][NETWORKS.index(network)],
     }
     if T is not None:
         return {**job, "T": T, "options": PAPER}
-    depth = round(
-        0.8 * (layers / 8) ** 0.25, 3
-    )  # deep networks do better with more time
-    return {
-        **job,
-        "T": depth,
-        "options": {**OURS, "epochs": EPOCHS[data]},
-        **MOVED[data],
-    }
+    # Deep networks do better with more time.
+    job["T"] = round(0.8 * (layers / 8) ** 0.25, 3)
+    job["options"] = {**OURS, "epochs": EPOCHS[data]}
+    return {**job, **MOVED[data]}
 
 
 def places() -> list[tuple[str, str, int]]:
-    return [
-        (network, data, layers)
-        for data, layers in TABLE_I
-        for network in NETWORKS
-    ]
+    """The cells of Table I: network, data and layers."""
+    return [(name, *place) for place in TABLE_I for name in NETWORKS]
 
 
-def choose_T(options: Any) -> dict[tuple[str, str, int], float]:
+def choose_T(options: Any) -> dict[tuple[Any, ...], float]:
     """For each cell, the T that did best on points that were held out."""
     jobs = []
-    for cell in places():
+    for place in places():
         for T in TRIED:
             for seed in range(1000, 1000 + options.tries):
-                job = job_one(*cell, seed, T)
+                job = job_one(*place, seed, T)
                 jobs.append({**job, "validation": True})
-    results = runner.run_jobs(jobs, measure, options.runs, options.processes)
-    best: dict[tuple[str, str, int], float] = {}
-    most: dict[tuple[str, str, int], float] = {}
-    groups = runner.grouped(results, "network", "data", "layers", "T")
-    for (*cell, T), values in groups.items():
-        place = tuple(cell)
-        score = sum(value.get("accuracy", 0.0) for value in values)
-        if score > most.get(place, -1.0):
-            most[place] = score
-            best[place] = T
+    rows = cells(jobs, options, "network", "data", "layers", "T")
+    best: dict[tuple[Any, ...], float] = {}
+    # Trainings that did not end count as 0.
+    rows.sort(key=lambda row: -row["mean"] * row["seeds"])
+    for row in rows:
+        place = (row["network"], row["data"], row["layers"])
+        best.setdefault(place, row["T"])
     return best
 
 
-def table_one(options: Any) -> dict[str, Any]:
+def table_one(options: Any) -> Result:
     recipes = {}
+    counts = []
+    page = [f"`{options.command}`, {options.seeds} seeds.", ""]
     for recipe in options.recipes:
         T = choose_T(options) if recipe == "paper" else {}
         jobs = []
-        for cell in places():
-            jobs += [
-                job_one(*cell, seed, T.get(cell))
-                for seed in range(options.seeds)
-            ]
-        results = runner.run_jobs(
-            jobs, measure, options.runs, options.processes
-        )
-        recipes[recipe] = cells(results, "network", "data", "layers", "T")
-    return {"seeds": options.seeds, "recipes": recipes}
-
-
-def found_one(result: dict[str, Any]) -> str:
-    texts = []
-    for recipe in ("ours", "paper"):
-        rows = result["recipes"].get(recipe)
-        if rows is not None:
-            text = f"by {NAMES[recipe]} {runner.counted(rows)}"
-            if recipe == "paper":
-                text += f", {runner.counted(rows, 'best')}"
-            texts.append(f"{text}, {rows[0]['seeds']} seeds")
-    if "note" in result:
-        texts.append(result["note"])
-    return "; ".join(texts)
-
-
-def page_one(result: dict[str, Any]) -> str:
-    page = [
-        "# Table I: planar sets",
-        "",
-        f"`{result['command']}`, {result['seeds']} seeds.",
-        "",
-    ]
-    if "note" in result:
-        page += [f"{result['note'].capitalize()}.", ""]
-    for recipe, rows in result["recipes"].items():
+        for place in places():
+            for seed in range(options.seeds):
+                jobs.append(job_one(*place, seed, T.get(place)))  # noqa: PERF401
+        rows = cells(jobs, options, "network", "data", "layers", "T")
+        recipes[recipe] = rows
         # The paper does not say whether its figures are means or best.
-        what = "mean" if recipe == "ours" else "best"
-        title = NAMES[recipe].capitalize()
-        page += [
-            f"## {title}",
-            "",
-            f"{runner.counted(rows, what)}; {ROUNDED_NOTE}",
-            ABOUT.format(", T", what),
-            "",
-        ]
+        what = "best" if recipe == "paper" else "mean"
+        count = runner.counted(rows, what)
+        about = ABOUT.format(
+            count=count,
+            more=", T",
+            what=what,
+        )
+        page += [f"## {RECIPES[recipe].capitalize()}", "", about]
         page += [*runner.grid(rows, "network", what), ""]
-    return "\n".join(page)
+        count = f"by {RECIPES[recipe]} {runner.counted(rows)}"
+        if recipe == "paper":
+            count += f", {runner.counted(rows, 'best')}"
+        counts.insert(0, f"{count}, {options.seeds} seeds")
+    facts = {"seeds": options.seeds, "recipes": recipes}
+    return Result("Table I: planar sets", "; ".join(counts), facts, page)
 
 
 # Table II
@@ -305,38 +255,35 @@ BETWEEN = 0.2  # factor of the blocks of a full K through which one row sees bot
 
 def ring(steps: int = 1) -> Tensor:
     """Each node with itself and all nodes at most `steps` away on the ring."""
-    eye = torch.eye(NODES)
-    return sum(eye.roll(k, 0) for k in range(-steps, steps + 1)).int()  # pyright: ignore
+    eye = torch.eye(NODES, dtype=torch.int)
+    turned = [eye.roll(k, 0) for k in range(-steps, steps + 1)]
+    return torch.stack(turned).sum(0)
 
 
 def ring_network(variant: str, layers: int, seed: int) -> hdnn.Model:
     """x_1 enters p of the first node, x_2 enters q of the fifth."""
     generator = torch.Generator().manual_seed(seed)
+    n = 2 * NODES
     full = variant.endswith("full K")
     options: dict[str, Any] = {"step": 0.5, "generator": generator}
-    if variant.startswith(
-        "masked"
-    ):  # a masked layer uses links within two steps in all
-        options["sparsity"] = hdnn.Sparsity(
-            ring(), S=None if full else ring(steps=2)
-        )
-    net: Any = (hdnn.ImplicitH2 if full else hdnn.H2)(
-        2 * NODES, layers, **options
-    )
+    if variant.startswith("masked"):
+        # A masked layer uses links within two steps in all.
+        links = None if full else ring(steps=2)
+        options["sparsity"] = hdnn.Sparsity(ring(), S=links)
+    kind: Any = hdnn.ImplicitH2 if full else hdnn.H2
+    net = kind(n, layers, **options)
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter *= (
-                2  # K from N(0, 4/n), which leaves sigma room on both sides
-            )
+            # K from N(0, 4/n), which leaves sigma room on both sides
+            parameter *= 2
         if full:  # start close to H2, whose K has no such blocks
             K = net.weight("K").clone()
             K[:, :NODES, NODES:] *= BETWEEN
             K[:, NODES:, :NODES] *= BETWEEN
             net.assign("K", K)
-    augment = hdnn.Augment(2, 2 * NODES, placement=[0, NODES + 4])
-    return hdnn.Model(
-        augment, net, hdnn.SigmoidHead(2 * NODES, generator=generator)
-    )
+    augment = hdnn.Augment(2, n, placement=[0, NODES + 4])
+    head = hdnn.SigmoidHead(n, generator=generator)
+    return hdnn.Model(augment, net, head)
 
 
 def job_two(variant: str, data: str, layers: int, seed: int) -> Job:
@@ -354,77 +301,64 @@ def job_two(variant: str, data: str, layers: int, seed: int) -> Job:
     }
 
 
-def table_two(options: Any) -> dict[str, Any]:
+def table_two(options: Any) -> Result:
     jobs = []
-    for data, layers in TABLE_II:
+    for place in TABLE_II:
         for variant in options.variants:
-            jobs += [
-                job_two(variant, data, layers, seed)
-                for seed in range(options.seeds)
-            ]
-    results = runner.run_jobs(jobs, measure, options.runs, options.processes)
-    return {
-        "seeds": options.seeds,
-        "rows": cells(results, "variant", "data", "layers"),
-    }
-
-
-def found_two(result: dict[str, Any]) -> str:
-    return f"{runner.counted(result['rows'])}, {result['seeds']} seeds"
-
-
-def page_two(result: dict[str, Any]) -> str:
-    rows = result["rows"]
-    variants = dict.fromkeys(row["variant"] for row in rows)
-    page = ["# Table II: distributed and centralised", ""]
-    page += [
-        f"`{result['command']}`, {result['seeds']} seeds.",
-        f"{runner.counted(rows)}; {ROUNDED_NOTE}",
+            for seed in range(options.seeds):
+                jobs.append(job_two(variant, *place, seed))  # noqa: PERF401
+    rows = cells(jobs, options, "variant", "data", "layers")
+    count = runner.counted(rows)
+    page = [
+        f"`{options.command}`, {options.seeds} seeds.",
+        ABOUT.format(
+            count=count,
+            more="",
+            what="mean",
+        ),
+        *[f"- {name}: {VARIANTS[name]}" for name in options.variants],
+        "",
+        *runner.grid(rows, "variant"),
     ]
-    page += [ABOUT.format("", "mean"), ""]
-    page += [*(f"- {name}: {VARIANTS[name]}" for name in variants), ""]
-    return "\n".join([*page, *runner.grid(rows, "variant")]) + "\n"
+    title = "Table II: distributed and centralised"
+    facts = {"seeds": options.seeds, "rows": rows}
+    return Result(title, f"{count}, {options.seeds} seeds", facts, page)
 
 
 # Figures of decision regions
 
 
-def regions(options: Any, title: str, jobs: list[Job]) -> dict[str, Any]:
+def regions(options: Any, title: str, jobs: list[Job]) -> Result:
     """Train the networks of these jobs, and draw their decision regions."""
     pictures = {}
+    page = [f"`{options.command}`, seed {options.seed}.", ""]
     for job in jobs:
         data = planar.load(job["data"], seed=options.seed)
         model = train(job, data.x_train, data.t_train)
         right = accuracy(model, data.x_test, data.t_test)
         ax = decision_regions(model, data)
-        ax.set_title(
-            f"{job['data'].replace('_', ' ')}, {job['layers']} layers: {right:.2f}%"
-        )
-        name = f"{options.name}-{job['data']}.png"
-        pictures[runner.save_figure(ax.figure, options.out / name)] = right
-    return {"title": title, "seed": options.seed, "pictures": pictures}
+        name = job["data"].replace("_", " ")
+        ax.set_title(f"{name}, {job['layers']} layers: {right:.2f}%")
+        file = runner.save_figure(ax.figure, options, f"-{job['data']}")
+        pictures[file] = right
+        page += [f"![{right:.2f}% of the test points are right]({file})", ""]
+    shares = [f"{right:.2f}%" for right in pictures.values()]
+    finding = f"{' and '.join(shares)} of the test points"
+    facts = {
+        "title": title,
+        "seed": options.seed,
+        "pictures": pictures,
+    }
+    return Result(f"Decision regions: {title}", finding, facts, page)
 
 
-def found_regions(result: dict[str, Any]) -> str:
-    shares = [f"{right:.2f}%" for right in result["pictures"].values()]
-    return f"{' and '.join(shares)} of the test points"
-
-
-def page_regions(result: dict[str, Any]) -> str:
-    page = [f"# Decision regions: {result['title']}", ""]
-    page += [f"`{result['command']}`, seed {result['seed']}.", ""]
-    for picture, right in result["pictures"].items():
-        page += [f"![{right:.2f}% of the test points are right]({picture})", ""]
-    return "\n".join(page)
-
-
-def figure_planar(options: Any) -> dict[str, Any]:
-    jobs = [job_one("H1", "swiss_roll", 64, options.seed)]
-    jobs.append(job_one("H1", "double_moons", 4, options.seed))
+def figure_planar(options: Any) -> Result:
+    places = ("swiss_roll", 64), ("double_moons", 4)
+    jobs = [job_one("H1", *place, options.seed) for place in places]
     return regions(options, "two H1 networks", jobs)
 
 
-def figure_distributed(options: Any) -> dict[str, Any]:
+def figure_distributed(options: Any) -> Result:
     sets = ("swiss_roll", "double_circles")
     jobs = [job_two("masked", data, 4, options.seed) for data in sets]
     return regions(options, "4 layers of H2 on a ring of 8 nodes", jobs)
@@ -432,34 +366,44 @@ def figure_distributed(options: Any) -> dict[str, Any]:
 
 # Gradients through a training
 
-WATCHED = {  # network, layers, and options that differ from the paper's recipe
+WATCHED: dict[
+    str, Any
+] = {  # network, layers, and options that differ from the paper's recipe
     "H2, 32 layers": ("H2", 32, {}),
     "MLP, 8 layers": ("MLP", 8, {}),
     "MLP, 32 layers": ("MLP", 32, {}),
     "MLP, 8 layers, joint": ("MLP", 8, {"solver": "joint"}),
 }
 SAMPLES = 250  # of the test points
+WATCHED_COLUMNS = {
+    "": "{name}",
+    "test accuracy": "{accuracy:.2f}%",
+    "smallest": "{smallest:.15g}",
+    "largest": "{largest:.4g}",
+    "smallest of the batch mean": "{smallest_of_mean:.4g}",
+}
 
 
-def watch(kind: str, layers: int, change: Job, options: Any) -> tuple[Any, Job]:
+def watch(
+    kind: str, layers: int, change: Job, options: Any
+) -> tuple[GradientMonitor, Job]:
     """A training with its gradients watched, and its result."""
     data = planar.double_moons(seed=options.seed)
-    model = network({"network": kind, "layers": layers, "T": 0.8}, options.seed)
+    job = {
+        "network": kind,
+        "layers": layers,
+        "T": 0.8,
+    }
+    model = network(job, options.seed)
     monitor = GradientMonitor(
         x=data.x_test, every=options.every, samples=SAMPLES
     )
-    recipe = {
-        **PAPER,
-        "epochs": 30,
-        "seed": options.seed,
-        "progress": False,
-        **change,
-    }
+    recipe = {**PAPER, "epochs": 30, "seed": options.seed, **change}
+    recipe |= {"callbacks": [monitor], "progress": False}
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", GradientWarning
-        )  # that is what the figure is about
-        fit(model, data.x_train, data.t_train, callbacks=[monitor], **recipe)
+        # That gradients vanish is what the figure is about.
+        warnings.simplefilter("ignore", GradientWarning)
+        fit(model, data.x_train, data.t_train, **recipe)
     result = {
         "accuracy": accuracy(model, data.x_test, data.t_test),
         "smallest": monitor.table("smallest")[:, :-1].min().item(),
@@ -469,99 +413,68 @@ def watch(kind: str, layers: int, change: Job, options: Any) -> tuple[Any, Job]:
     return monitor, result
 
 
-def figure_gradients(options: Any) -> dict[str, Any]:
+def figure_gradients(options: Any) -> Result:
     results = {}
-    figure = new_figure(5.4 * len(WATCHED), 3.9)
-    panels = figure.subplots(1, len(WATCHED))
-    for ax, (name, (kind, layers, change)) in zip(
-        panels, WATCHED.items(), strict=True
-    ):
-        monitor, results[name] = watch(kind, layers, change, options)
-        gradient_surface(monitor, ax)
-        ax.set_title(f"{name}: {results[name]['accuracy']:.1f}% right")
+    count = len(WATCHED)
+    figure = new_figure(5.4 * count, 3.9)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for place, name in enumerate(WATCHED, 1):
+        kind, layers, change = WATCHED[name]
+        monitor, result = watch(kind, layers, change, options)
+        results[name] = result
+        ax = gradient_surface(monitor, figure.add_subplot(1, count, place))
+        ax.set_title(f"{name}: {result['accuracy']:.1f}% right")
         words = name.lower().replace(",", "").replace(" layers", "").split()
-        options.out.mkdir(parents=True, exist_ok=True)
         file = options.out / f"{options.name}-{'-'.join(words)}.csv"
         io.write_atomically(file, monitor.to_csv())
-    picture = runner.save_figure(figure, options.out / f"{options.name}.png")
-    about = {"seed": options.seed, "every": options.every, "picture": picture}
-    return {**about, "networks": results}
-
-
-def found_gradients(result: dict[str, Any]) -> str:
-    smallest = [
-        f"{name}: {values['smallest']:.2g}"
-        for name, values in result["networks"].items()
-    ]
-    return f"smallest norm(dy_N/dy_j) of a sample: {'; '.join(smallest)}"
-
-
-def page_gradients(result: dict[str, Any]) -> str:
-    head = [
-        "",
-        "test accuracy",
-        "smallest",
-        "largest",
-        "smallest of the batch mean",
-    ]
-    rows = []
-    for name, values in result["networks"].items():
-        norms = [
-            values[key] for key in ("smallest", "largest", "smallest_of_mean")
-        ]
-        texts = [
-            f"{norm:.15g}" if abs(norm - 1) < 1e-3 else f"{norm:.4g}"
-            for norm in norms
-        ]
-        rows.append([name, f"{values['accuracy']:.2f}%", *texts])
+    picture = runner.save_figure(figure, options)
+    rows = [{"name": name, **result} for name, result in results.items()]
     page = [
-        "# Gradients through a training",
-        "",
-        f"`{result['command']}`, seed {result['seed']}: norm(dy_N/dy_j) over {SAMPLES} test "
-        f"points of the double moons, all layers j < N, every {result['every']} steps of 960.",
+        f"`{options.command}`, seed {options.seed}: norm(dy_N/dy_j) over {SAMPLES} test "
+        f"points of the double moons, all layers j < N, every {options.every} steps of 960.",
         "Norms are per sample: that of the mean matrix can be below 1 where no sample is.",
         "",
-        *runner.markdown_table(head, rows),
+        *runner.markdown_table(WATCHED_COLUMNS, rows),
         "",
-        f"![Smallest norm of dy_N/dy_j by iteration and layer]({result['picture']})",
+        f"![Smallest norm of dy_N/dy_j by iteration and layer]({picture})",
     ]
-    return "\n".join(page) + "\n"
+    facts = {
+        "seed": options.seed,
+        "every": options.every,
+        "picture": picture,
+        "networks": results,
+    }
+    shown = [f"{row['name']}: {row['smallest']:.2g}" for row in rows]
+    finding = f"smallest norm(dy_N/dy_j) of a sample: {'; '.join(shown)}"
+    return Result("Gradients through a training", finding, facts, page)
 
 
 EXPERIMENTS = {
     "table-planar": Experiment(
         "Table I: accuracy on the planar sets, five networks, eight depths, over seeds.",
-        {"seeds": 10, "tries": 4, "recipes": ["paper", "ours"]},
+        {
+            "seeds": 10,
+            "tries": 4,
+            "recipes": list(RECIPES),
+        },
         table_one,
-        page_one,
-        found_one,
     ),
     "table-distributed": Experiment(
         "Table II: eight nodes on a ring against one network that sees all features.",
         {"seeds": 10, "variants": list(VARIANTS)},
         table_two,
-        page_two,
-        found_two,
     ),
     "fig-planar": Experiment(
-        "The decision regions of two H1 networks.",
-        {"seed": 0},
-        figure_planar,
-        page_regions,
-        found_regions,
+        "The decision regions of two H1 networks.", {"seed": 0}, figure_planar
     ),
     "fig-distributed": Experiment(
         "The decision regions of two H2 networks on a ring.",
         {"seed": 0},
         figure_distributed,
-        page_regions,
-        found_regions,
     ),
     "fig-gradients": Experiment(
         "Norms of dy_N/dy_j through the training of an H2 and of MLPs.",
         {"seed": 0, "every": 16},
         figure_gradients,
-        page_gradients,
-        found_gradients,
     ),
 }

@@ -1,7 +1,7 @@
-"""What all experiments share: trainings that are kept and continued, their options, and pages.
+"""The runner of all experiments: trainings that can be continued, options, and pages of results.
 
-A job is a dictionary of plain values. Its result is one line of a JSON-lines file, where it is
-found again by its job.
+A job is a dictionary of plain values. Its result is one line of a JSON-lines file, together with
+the job, so that it is not run again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,48 +24,69 @@ from hdnn.errors import DataError
 from hdnn.progress import Progress
 
 Job = dict[str, Any]
+RECIPES = {"paper": "the paper's recipe", "ours": "our recipe"}
 ROUNDED = 99.95  # may be printed as 100
 EPS = 1e-9  # for sums of numbers such as 99.9; one test point of one seed is more than 1e-3
 
 
-class Experiment(NamedTuple):
-    """A table or a figure: its options with their defaults, its result, and the page of it.
+class Result(NamedTuple):
+    """A table or a figure.
 
-    `make` gets the options, with the name of the experiment and the folder `out` for pictures.
-    `found` is the result in a few words, for the index of results.
+    Attributes:
+        title: the first line of its page.
+        finding: the result in a few words, for the index of results.
+        facts: all numbers, for the JSON file.
+        page: the other lines of its page, in Markdown.
+        suffix: of the names of its files.
+    """
+
+    title: str
+    finding: str
+    facts: dict[str, Any]
+    page: list[str]
+    suffix: str = ""
+
+
+class Experiment(NamedTuple):
+    """One sentence about an experiment, its options with their defaults, and what makes its result.
+
+    `make` gets the options, and beside them its `name`, its `command` and the folder `out`.
     """
 
     about: str
     defaults: dict[str, Any]
-    make: Callable[[Any], dict[str, Any]]
-    page: Callable[[dict[str, Any]], str]
-    found: Callable[[dict[str, Any]], str]
+    make: Callable[[Any], Result]
 
 
 def run(name: str, experiment: Experiment, argv: list[str]) -> int:
     """Run an experiment with these options; write its result as JSON and as a page."""
     options = _parse(name, experiment, argv)
     start = time.perf_counter()
-    result = {
-        "command": _command(name, experiment, options),
+    result = experiment.make(options)
+    facts = {
+        "command": options.command,
         "versions": {"hdnn": __version__, "torch": torch.__version__},
-        **experiment.make(options),
+        **result.facts,
+        "seconds": round(time.perf_counter() - start, 1),
+        "found": result.finding,
     }
-    result.setdefault("seconds", round(time.perf_counter() - start, 1))
+    lines = [f"# {result.title}", "", *result.page]
+    page = "\n".join(lines) + "\n"
     options.out.mkdir(parents=True, exist_ok=True)
-    result["found"] = experiment.found(result)
-    page = experiment.page(result)
-    file = options.out / result.get("file", name)
-    io.write_json(file.with_suffix(".json"), result)
-    io.write_atomically(file.with_suffix(".md"), page)
-    print(json.dumps(result) if options.json else page)
+    file = options.out / f"{name}{result.suffix}"
+    numbers = file.with_suffix(".json")
+    text = file.with_suffix(".md")
+    io.write_json(numbers, facts)
+    io.write_atomically(text, page)
+    shown = numbers if options.json else text
+    print(shown.read_text(encoding="utf-8"))
     return 0
 
 
 def _parse(name: str, experiment: Experiment, argv: list[str]) -> Any:
-    parser = argparse.ArgumentParser(
-        f"hdnn reproduce {name}", description=experiment.about
-    )
+    """The options, with the command that makes this result again."""
+    command = f"hdnn reproduce {name}"
+    parser = argparse.ArgumentParser(command, description=experiment.about)
     parser.add_argument("--out", type=Path, default=Path("runs/reproduced"))
     parser.add_argument("--runs", type=Path, default=Path("runs") / name)
     parser.add_argument(
@@ -73,31 +94,20 @@ def _parse(name: str, experiment: Experiment, argv: list[str]) -> Any:
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     for option, default in experiment.defaults.items():
+        kind: dict[str, Any] = {"type": type(default)}
         if isinstance(default, list):
-            parser.add_argument(
-                f"--{option}", nargs="+", choices=default, default=default
-            )
-        else:
-            parser.add_argument(
-                f"--{option}", type=type(default), default=default
-            )
+            kind = {"nargs": "+", "choices": default}
+        parser.add_argument(f"--{option}", default=default, **kind)
     options = parser.parse_args(argv)
-    options.name = name
-    return options
-
-
-def _command(name: str, experiment: Experiment, options: Any) -> str:
-    """The command that makes this result, with the options that are not the default."""
-    words = []
+    words = command.split()
     for option, default in experiment.defaults.items():
         value = getattr(options, option)
         if value != default:
-            values = value if isinstance(value, list) else [value]
-            words += [
-                f"--{option}",
-                *(shlex.quote(str(each)) for each in values),
-            ]
-    return " ".join(["hdnn", "reproduce", name, *words])
+            words.append(f"--{option}")
+            words += map(str, value if isinstance(value, list) else [value])
+    options.name = name
+    options.command = shlex.join(words)
+    return options
 
 
 # Jobs
@@ -116,19 +126,18 @@ def run_jobs(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.jsonl"
     results = _read(path)
-    missing = [job for job in jobs if _key(job) not in results]
+    missing = [job for job in jobs if key(job) not in results]
     with (
         path.open("a", encoding="utf-8") as file,
         Progress("training", len(missing)) as line,
     ):
-        for done, (job, result) in enumerate(
-            _each(missing, work, processes), 1
-        ):
-            results[_key(job)] = result
+        trained = _each(missing, work, processes)
+        for done, (job, result) in enumerate(trained, 1):
+            results[key(job)] = result
             file.write(json.dumps({"job": job, "result": result}) + "\n")
             file.flush()
             line.update(done)
-    return [(job, results[_key(job)]) for job in jobs]
+    return [(job, results[key(job)]) for job in jobs]
 
 
 def _each(
@@ -141,34 +150,30 @@ def _each(
         return
     context = torch.multiprocessing.get_context("spawn")
     # One thread each: the processes already fill the cores.
-    with context.Pool(
-        processes, initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
+    with context.Pool(processes, torch.set_num_threads, (1,)) as pool:
         yield from zip(jobs, pool.imap(work, jobs), strict=True)
 
 
-def _key(job: Job) -> str:
+def key(job: Job) -> str:
+    """A text that tells jobs apart."""
     return json.dumps(job, sort_keys=True)
 
 
 def _read(path: Path) -> dict[str, Job]:
+    """The results in a file; a last line that was cut off is removed from it."""
     results: dict[str, Job] = {}
-    lines = (
-        path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    )
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = text.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-            results[_key(entry["job"])] = entry["result"]
+            results[key(entry["job"])] = entry["result"]
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
                 raise DataError(
                     f"{path}, line {number}, is damaged; remove it."
                 ) from error
-            # a run that was killed while it wrote
-            io.write_atomically(
-                path, "".join(f"{good}\n" for good in lines[:-1])
-            )
+            io.write_atomically(path, "".join(lines[:-1]))
     return results
 
 
@@ -178,7 +183,8 @@ def grouped(
     """The results of jobs that agree in these keys, by their values."""
     groups: dict[tuple[Any, ...], list[Job]] = {}
     for job, result in results:
-        groups.setdefault(tuple(job[key] for key in keys), []).append(result)
+        cell = tuple(job[key] for key in keys)
+        groups.setdefault(cell, []).append(result)
     return groups
 
 
@@ -201,9 +207,14 @@ def reached(value: float, paper: float) -> bool:
     return value >= paper - EPS
 
 
-def spread(values: dict[str, Any]) -> str:
+def spread(values: Mapping[str, Any]) -> str:
     """Mean and standard deviation over seeds."""
     return f"{values['mean']:.2f} ± {values['std']:.2f}"
+
+
+def extremes(values: Mapping[str, Any]) -> str:
+    """Worst and best over seeds."""
+    return f"({values['worst']:.2f} to {values['best']:.2f})"
 
 
 def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
@@ -214,46 +225,56 @@ def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
     strictly = 0
     rounded = 0
     for row in rows:
-        strictly += reached(row[what], row["paper"])
-        rounded += reached(
-            row[what], ROUNDED if row["paper"] == 100 else row["paper"]
-        )
-    count = f"{strictly} of {len(rows)} {what}s at or above the paper's"
-    return (
-        f"{count} ({rounded} within rounding)" if rounded > strictly else count
-    )
+        paper = row["paper"]
+        strictly += reached(row[what], paper)
+        rounded += reached(row[what], ROUNDED if paper == 100 else paper)
+    text = f"{strictly} of {len(rows)} {what}s at or above the paper's"
+    if rounded > strictly:
+        text += f" ({rounded} within rounding)"
+    return text
 
 
 def grid(
     rows: Sequence[dict[str, Any]], column: str, what: str = "mean"
 ) -> list[str]:
     """A table of cells beside the paper's figures: a line for each data set and depth."""
-    columns = list(dict.fromkeys(row[column] for row in rows))
-    lines: dict[str, list[str]] = {}
+    columns = {"": "{place}"}
+    lines: dict[str, dict[str, str]] = {}
     for row in rows:
+        name = row[column]
+        columns[name] = f"{{{name}}}"
         mark = "**" if reached(row[what], row["paper"]) else ""
-        text = f"{mark}{spread(row)}{mark} ({row['worst']:.2f} to {row['best']:.2f})"
-        text += f" [{row['paper']:g}]"
+        text = f"{mark}{spread(row)}{mark} {extremes(row)} [{row['paper']:g}]"
         if "T" in row:
             text += f", {row['T']:.2g}"
         if row.get("failed"):
             text += f", {row['failed']} did not end"
         place = f"{row['data'].replace('_', ' ')}, {row['layers']}"
-        lines.setdefault(place, [place]).append(text)
-    return markdown_table(["", *columns], lines.values())
+        line = lines.setdefault(place, {"place": place})
+        line[name] = text
+    return markdown_table(columns, lines.values())
 
 
 def markdown_table(
-    head: Sequence[str], rows: Iterable[Sequence[Any]]
+    columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]
 ) -> list[str]:
-    """The lines of a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    """The lines of a table in Markdown.
+
+    Args:
+        columns: for each heading how a cell is written, such as "{mean:.2f}".
+        rows: the values, by name.
+    """
+    template = " | ".join(columns.values())
+    head = " | ".join(columns)
+    rule = " | ".join("---" for _ in columns)
+    body = [template.format_map(row) for row in rows]
+    return [f"| {line} |" for line in (head, rule, *body)]
 
 
-def save_figure(figure: Any, path: Path) -> str:
-    """Write a picture, and return its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def save_figure(figure: Any, options: Any, suffix: str = "") -> str:
+    """Write a picture of an experiment, and return its name."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{options.name}{suffix}.png"
     figure.savefig(path, dpi=130)
     return path.name
 

@@ -10,32 +10,24 @@ from hdnn.plotting.curves import BLUE as BLUE
 from hdnn.plotting.curves import RED as RED
 from hdnn.plotting.curves import (
     certificate_norms,
-    convergence,
     diagnosis_gains,
     gradient_surface,
     new_figure,
-    sensitivity_norms,
     training_history,
 )
 from hdnn.plotting.plane import (
     agent_paths,
     decision_regions,
-    graph_picture,
     phase_portrait,
-    trajectories,
 )
 
 __all__ = [
     "agent_paths",
     "certificate_norms",
-    "convergence",
     "decision_regions",
     "diagnosis_gains",
     "gradient_surface",
-    "graph_picture",
     "new_figure",
     "phase_portrait",
-    "sensitivity_norms",
     "training_history",
-    "trajectories",
 ]

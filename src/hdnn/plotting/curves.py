@@ -1,4 +1,4 @@
-"""Curves: of a training, of the norms of dy_N/dy_j, and of errors over the step.
+"""Curves: of a training, of the norms of dy_N/dy_j, and of a diagnosis.
 
 Figures are made without pyplot: no window, no display, no global state.
 """
@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from hdnn.errors import OptionError, ShapeError, require
+from hdnn.errors import OptionError, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hdnn.analysis import (
-        Certificate,
-        Convergence,
-        Diagnosis,
-        GradientMonitor,
-    )
+    from hdnn.analysis import Certificate, Diagnosis, GradientMonitor
     from hdnn.training import History
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart.
@@ -43,18 +36,17 @@ STYLES: tuple[dict[str, Any], ...] = (  # of lines, in turns
     {"color": ORANGE, "linestyle": (0, (6, 2)), "marker": "v"},
     {"color": SKY, "linestyle": (0, (1, 1)), "marker": "P"},
 )
+LOW = 1e-8  # norms below have the last colour
 NORM = r"$\|\partial y_N / \partial y_j\|_2$"
 
 
 def new_figure(width: float, height: float) -> Figure:
     """A figure of that size in inches, without a display."""
     figures = require("matplotlib.figure", extra="plot")
-    figure = figures.Figure(
-        figsize=(width, height), dpi=150, layout="constrained"
-    )
-    require("matplotlib.backends.backend_agg", extra="plot").FigureCanvasAgg(
-        figure
-    )
+    agg = require("matplotlib.backends.backend_agg", extra="plot")
+    size = (width, height)
+    figure = figures.Figure(figsize=size, dpi=150, layout="constrained")
+    agg.FigureCanvasAgg(figure)
     return figure
 
 
@@ -86,7 +78,13 @@ def finish(ax: Axes, columns: int, **labels: Any) -> Axes:
 
 def level_one(ax: Axes, **label: Any) -> None:
     """The line of norm 1."""
-    ax.axhline(1.0, color=BLACK, linewidth=0.8, linestyle=":", **label)
+    ax.axhline(
+        1.0,
+        color=BLACK,
+        linewidth=0.8,
+        linestyle=":",
+        **label,
+    )
 
 
 def training_history(
@@ -108,24 +106,34 @@ def training_history(
     """
     ax = axes_or_new(ax)
     best = history.best_epoch
-    _epochs(ax, history.loss, label="loss", color=BLUE)
     label = f"held-out loss (lowest in epoch {best})"
+    _epochs(ax, history.loss, label="loss", color=BLUE)
     _epochs(ax, history.validation_loss, label=label, color=BLACK)
     wrong = [1 - accuracy for accuracy in history.accuracy]
-    _epochs(ax, wrong, label="wrong labels", color=RED, linestyle="--")
+    _epochs(
+        ax,
+        wrong,
+        label="wrong labels",
+        color=RED,
+        linestyle="--",
+    )
     wrong = [1 - accuracy for accuracy in test]
-    _epochs(ax, wrong, label="wrong labels, test", color=GREEN, linestyle="-.")
+    _epochs(
+        ax,
+        wrong,
+        label="wrong labels, test",
+        color=GREEN,
+        linestyle="-.",
+    )
     if best:
-        ax.plot(
-            [best], [history.validation_loss[best - 1]], color=BLACK, marker="o"
-        )
+        lowest = history.validation_loss[best - 1]
+        ax.plot(best, lowest, color=BLACK, marker="o")
     if ax.lines:
         ax.set_yscale("log")
     ax.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore
     ax.grid(alpha=0.3)
-    return finish(
-        ax, 2, xlabel="epoch", ylabel="mean over minibatches", title="Training"
-    )
+    ax.set_title("Training")
+    return finish(ax, 2, xlabel="epoch", ylabel="mean over minibatches")
 
 
 def _epochs(ax: Axes, values: Sequence[float], **style: Any) -> None:
@@ -134,36 +142,6 @@ def _epochs(ax: Axes, values: Sequence[float], **style: Any) -> None:
     if any(map(math.isfinite, shown)):
         marker = "o" if len(values) < 3 else ""
         ax.plot(range(1, len(values) + 1), shown, marker=marker, **style)
-
-
-def sensitivity_norms(norms: Tensor, ax: Axes | None = None) -> Axes:
-    """Draw norms of the matrices dy_N/dy_j against j: smallest, median and largest of each layer.
-
-    Args:
-        norms: `(N+1, *samples)`, as `hdnn.analysis.norms` gives them for
-            `hdnn.analysis.backward_sensitivity`.
-        ax: the Axes to draw into; by default those of a new figure.
-
-    Examples:
-        >>> import hdnn, torch
-        >>> net = hdnn.H2(features=4, layers=16)
-        >>> Phi = hdnn.analysis.backward_sensitivity(net, torch.randn(10, 4))
-        >>> ax = hdnn.plotting.sensitivity_norms(hdnn.analysis.norms(Phi))
-        >>> [line.get_label() for line in ax.lines]
-        ['largest', 'median', 'smallest', 'norm 1']
-    """
-    if norms.ndim < 1 or norms.numel() == 0:
-        raise ShapeError(
-            f"norms must be (N+1, *samples), a norm for each layer, but got {tuple(norms.shape)}."
-        )
-    flat = norms.detach().cpu().double().reshape(len(norms), -1)
-    curves = {
-        "layers": list(range(len(flat))),
-        "smallest": flat.amin(1).tolist(),
-        "median": flat.median(1).values.tolist(),
-        "largest": flat.amax(1).tolist(),
-    }
-    return _norm_curves(curves, flat.shape[1], axes_or_new(ax))
 
 
 def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
@@ -182,20 +160,19 @@ def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
         >>> ax.get_title()
         'Sensitivity of the output, 20 samples'
     """
-    if certificate.parts:
-        count = len(certificate.parts)
-        panels = new_figure(1.0 + 4.2 * count, 3.8).subplots(
-            1, count, squeeze=False
-        )[0]
-        for panel, (name, part) in zip(
-            panels, certificate.parts.items(), strict=True
-        ):
-            certificate_norms(part, panel)
-            panel.set_title(f"{name}: {part.samples} samples")
-        return panels[-1]
+    count = len(certificate.parts)
+    if count:
+        figure = new_figure(1.0 + 4.2 * count, 3.8)
+        for place, (name, part) in enumerate(certificate.parts.items(), 1):
+            ax = certificate_norms(part, figure.add_subplot(1, count, place))
+            ax.set_title(f"{name}: {part.samples} samples")
+        return ax  # pyright: ignore[reportReturnType]
     ax = axes_or_new(ax)
     if certificate.by_layer:
-        _norm_curves(certificate.by_layer, certificate.samples, ax)
+        _norm_curves(ax, **certificate.by_layer)
+        samples = certificate.samples
+        plural = "s" if samples != 1 else ""
+        ax.set_title(f"Sensitivity of the output, {samples} sample{plural}")
     if certificate.violations:
         ax.set_title("A guarantee does not hold numerically", color=RED)
     elif certificate.trouble:
@@ -204,21 +181,20 @@ def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
 
 
 def _norm_curves(
-    curves: Mapping[str, list[Any]], samples: int, ax: Axes
-) -> Axes:
-    layers = curves["layers"]
-    least = curves["smallest"]
-    most = curves["largest"]
-    ax.fill_between(layers, least, most, color=SKY, alpha=0.25, linewidth=0)
-    ax.plot(layers, most, color=RED, linestyle="--", label="largest")
-    ax.plot(layers, curves["median"], color=BLUE, label="median")
-    ax.plot(layers, least, color=GREEN, linestyle="-.", label="smallest")
+    ax: Axes, layers: Any, smallest: Any, median: Any, largest: Any, **_: Any
+) -> None:
+    ax.fill_between(
+        layers, smallest, largest, color=SKY, alpha=0.25, linewidth=0
+    )
+    ax.plot(layers, largest, "--", color=RED, label="largest")
+    ax.plot(layers, median, color=BLUE, label="median")
+    ax.plot(layers, smallest, "-.", color=GREEN, label="smallest")
     level_one(ax, label="norm 1")
-    if min(least) > 0 and max(most) > 20 * min(least):
+    least = min(smallest)
+    if 0 < 20 * least < max(largest):
         ax.set_yscale("log")
     ax.set_xlim(0, max(layers[-1], 1))
-    title = f"Sensitivity of the output, {samples} sample{'s' * (samples != 1)}"
-    return finish(ax, 4, xlabel="layer $j$", ylabel=NORM, title=title)
+    finish(ax, 4, xlabel="layer $j$", ylabel=NORM)
 
 
 def gradient_surface(
@@ -226,7 +202,6 @@ def gradient_surface(
     ax: Axes | None = None,
     *,
     name: str = "smallest",
-    low: float = 1e-8,
 ) -> Axes:
     """Draw norm(dy_N/dy_j) through a training, as colours over steps and layers.
 
@@ -235,7 +210,6 @@ def gradient_surface(
         ax: the Axes to draw into; by default those of a new figure.
         name: which norm over the samples: "smallest", "median", "largest", or "of_mean", the norm
             of their mean matrix.
-        low: norms below have the last colour.
 
     Examples:
         >>> import hdnn, torch
@@ -254,24 +228,22 @@ def gradient_surface(
         )
     colors = require("matplotlib.colors", extra="plot")
     ax = axes_or_new(ax)
-    values = monitor.table(name)[:, :-1].T.clamp_min(low)
+    values = monitor.table(name)[:, :-1].T.clamp_min(LOW)
     high = max([10.0, *values[values.isfinite()].tolist()])
+    low, top = math.log10(LOW), math.log10(high)
+    logs = values.log10().nan_to_num(nan=0.0, posinf=top).numpy()
     # Vanished is dark red, 1 is white, growth is blue; equal steps of colour are factors.
-    scale = colors.TwoSlopeNorm(0.0, math.log10(low), math.log10(high))
-    logs = values.log10().nan_to_num(nan=0.0, posinf=math.log10(high)).numpy()
-    steps = monitor.recorded_steps
-    layers = range(len(logs))
     image = ax.pcolormesh(
-        steps,
-        layers,
+        monitor.recorded_steps,
+        range(len(logs)),
         logs,
         cmap="RdBu",
-        norm=scale,
+        norm=colors.TwoSlopeNorm(0.0, low, top),
         shading="nearest",
         rasterized=True,
     )
     bar = ax.figure.colorbar(image, ax=ax)
-    powers = [*range(round(math.log10(low)), 1, 2), math.log10(high)]
+    powers = [*range(round(low), 1, 2), top]
     bar.set_ticks(powers, labels=[f"{10**power:.2g}" for power in powers])
     bar.set_label(f"{NORM}, {name.replace('_', ' ')}")
     ax.set(xlabel="iteration", ylabel="layer $j$")
@@ -293,82 +265,31 @@ def diagnosis_gains(diagnosis: Diagnosis, ax: Axes | None = None) -> Axes:
         'log'
     """
     ax = axes_or_new(ax, width=7.0)
-    layers = diagnosis.layers
-    names = [layer.layer for layer in layers]
-    for attribute, label, color, marker in (
-        ("gain", "left of the gradient", RED, "^--"),
-        ("own", "let through by the layer", BLUE, "."),
-    ):
-        values = [getattr(layer, attribute) for layer in layers]
-        shown = [value if value > 0 else math.nan for value in values]
-        ax.plot(range(len(shown)), shown, marker, color=color, label=label)
+    names = [layer.layer for layer in diagnosis.layers]
+    gains = [layer.gain or math.nan for layer in diagnosis.layers]
+    own = [layer.own or math.nan for layer in diagnosis.layers]
+    ax.semilogy(gains, "^--", color=RED, label="left of the gradient")
+    ax.semilogy(own, ".", color=BLUE, label="let through by the layer")
     level_one(ax)
+    mark = {
+        "color": ORANGE,
+        "linewidth": 4,
+        "alpha": 0.4,
+        "zorder": 0,
+    }
     for fault in diagnosis.faults:
         if fault.layer in names:
-            ax.axvline(
-                names.index(fault.layer),
-                color=ORANGE,
-                linewidth=4,
-                alpha=0.4,
-                zorder=0,
-            )
-    ax.set_yscale("log")
-    ticks = range(0, len(names), max(1, -(-len(names) // 12)))
+            ax.axvline(names.index(fault.layer), **mark)
+    ticks = range(0, len(names), len(names) // 12 + 1)
     labels = [names[j][-24:] for j in ticks]
-    ax.set_xticks(ticks, labels, rotation=30, ha="right", fontsize=7)
-    ax.set(
-        ylabel="size",
-        title=textwrap.shorten(diagnosis.summary, 90, placeholder=" ..."),
+    ax.set_xticks(
+        ticks,
+        labels,
+        rotation=30,
+        ha="right",
+        fontsize=7,
     )
+    title = textwrap.shorten(diagnosis.summary, 90, placeholder=" ...")
+    ax.set(ylabel="size", title=title)
     ax.legend(frameon=False, fontsize=8)
     return ax
-
-
-def convergence(
-    results: Mapping[str, Convergence], ax: Axes | None = None
-) -> Axes:
-    """Draw errors against the flow of the ODE over the step h.
-
-    Args:
-        results: for each name the result of `hdnn.analysis.convergence`.
-        ax: the Axes to draw into; by default those of a new figure.
-
-    Examples:
-        >>> import hdnn, torch
-        >>> net = hdnn.H2(features=4, layers=2, generator=torch.Generator().manual_seed(0))
-        >>> errors = hdnn.analysis.convergence(net, torch.randn(3, 4), refinements=(4, 8, 16))
-        >>> ax = hdnn.plotting.convergence({"H2": errors})
-        >>> ax.get_xlabel(), ax.get_xscale()
-        ('step $h$', 'log')
-    """
-    ax = axes_or_new(ax, height=4.6)
-    for i, (name, result) in enumerate(results.items()):
-        style = STYLES[i % len(STYLES)]
-        label = f"{name}: order {result.order:.2f}"
-        ax.plot(
-            result.steps,
-            result.errors,
-            **style,
-            lw=1.4,
-            markersize=5,
-            label=label,
-        )
-        if math.isfinite(result.order):
-            start = result.steps[0]
-            slope = [
-                result.errors[0] * (h / start) ** round(result.order)
-                for h in result.steps
-            ]
-            ax.plot(
-                result.steps,
-                slope,
-                color=BLACK,
-                lw=0.8,
-                linestyle=":",
-                zorder=1,
-            )
-    ax.set(
-        xscale="log", yscale="log", title="Layers against the flow of their ODE"
-    )
-    ax.grid(alpha=0.3)
-    return finish(ax, 2, xlabel="step $h$", ylabel=r"$\max\,\|y_N - y(T)\|$")

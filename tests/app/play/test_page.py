@@ -71,6 +71,21 @@ def test_a_client_that_sends_little_or_nothing_is_given_up(
         assert time.monotonic() - start < 5
 
 
+def test_fifty_silent_clients_keep_nobody_out_and_few_threads(server):
+    address = ("127.0.0.1", server.server_port)
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        for _ in range(50):
+            stack.enter_context(socket.create_connection(address, timeout=10))
+        connection = http.client.HTTPConnection(*address, timeout=10)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        end = time.monotonic() + 5
+        while threading.active_count() > before + play.CLIENTS:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     path = tmp_path_factory.mktemp("play") / "page.html"
