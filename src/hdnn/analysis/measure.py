@@ -153,7 +153,11 @@ def _differs(
     """True if a module's value, or the gradient of its product with u, is another one."""
     with torch.enable_grad():
         leaf = y.detach().clone().requires_grad_()
-        out = module(leaf)
+        try:
+            out = module(leaf)
+        except HDNNError:
+            # A method of another module runs, such as one in another dtype.
+            return True
         if not isinstance(out, Tensor) or out.shape != end.shape:
             return True
         if not out.requires_grad:
