@@ -50,6 +50,7 @@ DRAWS = 2  # random gradients at y_N
 NUDGES = (0.02, 1.0)  # of the size of weights, to see what depends on them
 SHARE = 0.025  # of the training time that examinations may take
 EXPECTED = 300  # steps of training that a first examination takes
+SAME = 1e-5  # relative: outputs that differ by less are the same up to rounding
 MASKED = 5e3  # below the largest logit: what lies further down is masked
 HALF = (torch.float16, torch.bfloat16)
 
@@ -283,6 +284,7 @@ class ModelRun:
         self.calls: list[ModuleCall] = []
         self.open: list[ModuleCall] = []
         self.activations: dict[tuple[str, str], ActivationCount] = {}
+        self.read: set[int] = set()  # the ids of all tensors in operations
         self.last = "input"  # the module that ended last
         self.clock = 0
         self._prepare(moved or {})
@@ -318,8 +320,8 @@ class ModelRun:
         }
         for name, scale in moved.items():
             weight = self.weights[name].data
-            size = scale * weight.norm() / math.sqrt(weight.numel())
-            weight += size * random_like(weight)
+            rms = weight.norm() / math.sqrt(weight.numel())
+            weight += scale * (rms if rms else 1.0) * random_like(weight)
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, options: Any) -> None:
@@ -344,7 +346,7 @@ class ModelRun:
         if loss is None:
             parts = [
                 (t * random_like(t)).sum()
-                for t in self.outputs
+                for t in _floats(self.output)
                 if t.requires_grad
             ]
             return torch.stack(parts).sum() if parts else None
@@ -354,6 +356,17 @@ class ModelRun:
             raise OptionError("loss must give one number, as a tensor.")
         return value if value.requires_grad else None
 
+    def gradients(self, objective: Tensor | None) -> dict[str, Tensor]:
+        """The gradients of an objective by the weights that it depends on."""
+        if objective is None:
+            return {}
+        weights = [*self.weights.values()]
+        grads = torch.autograd.grad(
+            objective, weights, retain_graph=True, allow_unused=True
+        )
+        pairs = zip(self.weights, grads, strict=True)
+        return {name: grad for name, grad in pairs if grad is not None}
+
     def chain(self) -> list[State]:
         """The states y_j from the input to the output."""
         end = next((t for t in self.outputs if t.requires_grad), None)
@@ -361,7 +374,9 @@ class ModelRun:
             return []
         recorded = self._recorded()
         recorded.setdefault(end.grad_fn, State("output", end, self.clock + 1))
-        cuts = _cut_nodes(end.grad_fn, recorded)
+        order = _from_leaves_on(end.grad_fn)
+        first = _first_node(end, recorded, order)
+        cuts = _cut_nodes(order, first, recorded)
         states = [recorded[node] for node in cuts]
         return sorted(states, key=lambda state: state.time)
 
@@ -388,13 +403,29 @@ def _fresh(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_().clone()
 
 
-def _cut_nodes(end: Any, recorded: Mapping[Any, State]) -> list[Any]:
-    """The recorded nodes that every path from the end back to the first of them leads through."""
-    order = _from_leaves_on(end)
-    first = min(
-        (node for node in order if node in recorded),
-        key=lambda node: recorded[node].time,
+def _first_node(
+    end: Tensor, recorded: Mapping[Any, State], order: list[Any]
+) -> Any:
+    """The first input that a gradient reaches; without inputs, the first state."""
+    reached = set(order)
+    nodes = [node for node in recorded if node in reached]
+    start = recorded[nodes[0]].time
+    nodes = [node for node in nodes if recorded[node].time == start]
+    tensors = [recorded[node].tensor for node in nodes]
+    u = random_like(end)
+    grads = torch.autograd.grad(
+        end, tensors, u, retain_graph=True, allow_unused=True
     )
+    for node, grad in zip(nodes, grads, strict=True):
+        if grad is not None and bool(grad.any()):
+            return node
+    return nodes[0]
+
+
+def _cut_nodes(
+    order: list[Any], first: Any, recorded: Mapping[Any, State]
+) -> list[Any]:
+    """The recorded nodes that every path from the end back to the first leads through."""
     leading = _leading(order, first)
     path = [node for node in reversed(order) if node in leading]
     place = {node: k for k, node in enumerate(path)}
@@ -449,6 +480,8 @@ class ActivationTrace(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").rstrip("_")
+        if name != "__get":  # an attribute, such as the shape
+            self.run.read.update(map(id, _tensors([args, kwargs])))
         if name not in STEEP and name != "softmax":
             return out
         x = args[0] if args else None
@@ -516,18 +549,9 @@ class Probe:
         if self.seen.not_finite:
             return self.seen
         objective = run.objective(loss, target)
-        lost = [*run.weights]
         if objective is not None:
-            grads = torch.autograd.grad(
-                objective,
-                [*run.weights.values()],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            pairs = zip(run.weights, grads, strict=True)
-            lost = [name for name, grad in pairs if grad is None]
             self._measure_gains(run)
-        self._find_detached(run, lost)
+        self._find_detached(run, run.gradients(objective))
         if objective is None and not self.seen.detached:
             raise DataError(
                 f"no gradient leads from the output of this {type(self.model).__name__} back to "
@@ -564,7 +588,9 @@ class Probe:
                 self.seen.bad_gradient = states[k + 1].name
             self.seen.layers.append(layer)
 
-    def _find_detached(self, run: ModelRun, lost: list[str]) -> None:
+    def _find_detached(
+        self, run: ModelRun, gradients: Mapping[str, Tensor]
+    ) -> None:
         """Modules that cut gradients off, by what changes when weights are moved."""
         seen = self.seen
         if not _same(run.outputs, ModelRun(self.model, self.x).outputs):
@@ -580,12 +606,27 @@ class Probe:
             seen.unknown.append(
                 "whether branches are detached: other modules run each time"
             )
-        called = {call.name for call in run.calls} | {""}
-        for module in dict.fromkeys(name.rpartition(".")[0] for name in lost):
-            names = [name for name in lost if name.rpartition(".")[0] == module]
+        self._find_lost(run, [n for n in run.weights if n not in gradients])
+        # A gradient of 0 may be due to a first value of 0, but not after all weights are moved.
+        later = other.gradients(other.objective(None, None))
+        zero = [
+            n
+            for n, g in gradients.items()
+            if not (_any(g) or _any(later.get(n)))
+        ]
+        for module, names in _by_module(zero).items():
             if self._matters(run, names):
                 seen.detached.append(module or names[0])
-            elif module in called:
+
+    def _find_lost(self, run: ModelRun, lost: list[str]) -> None:
+        """Judge the weights that have no gradient at all."""
+        seen = self.seen
+        called = {call.name for call in run.calls} | {""}
+        for module, names in _by_module(lost).items():
+            read = any(id(run.weights[name]) in run.read for name in names)
+            if self._matters(run, names):
+                seen.detached.append(module or names[0])
+            elif read or module in called:
                 seen.unknown.append(
                     f"whether {module or names[0]} is trained: it runs, but its weights get no "
                     "gradient, and the output did not change when they were moved"
@@ -594,12 +635,24 @@ class Probe:
                 seen.unused += names
 
     def _matters(self, run: ModelRun, names: list[str]) -> bool:
-        """True if the output depends on these weights."""
+        """True if the output depends on these weights by more than rounding."""
         for scale in NUDGES:
             moved = ModelRun(self.model, self.x, dict.fromkeys(names, scale))
-            if not _same(run.outputs, moved.outputs):
+            if not _same(run.outputs, moved.outputs, SAME):
                 return True
         return False
+
+
+def _by_module(weights: list[str]) -> dict[str, list[str]]:
+    """The names of weights, by the module that they are in."""
+    modules: dict[str, list[str]] = {}
+    for name in weights:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return modules
+
+
+def _any(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())
 
 
 def _first_not_finite(run: ModelRun) -> str:
@@ -629,10 +682,17 @@ def _body(run: ModelRun, states: list[State]) -> int:
     return entering if entering > 0 else last
 
 
-def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """True if all tensors are equal, as far as there are pairs."""
-    pairs = zip(a, b, strict=False)
-    return all(torch.equal(x.detach(), y.detach()) for x, y in pairs)
+def _same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> bool:
+    """True if all tensors are equal, as far as there are pairs, up to a part of their sizes."""
+    for x, y in zip(a, b, strict=False):
+        if x.shape != y.shape:
+            return False
+        if torch.equal(x.detach(), y.detach()):
+            continue
+        difference = (x - y).detach().norm()
+        if not difference <= tolerance * x.detach().norm():
+            return False
+    return True
 
 
 def _severed(run: ModelRun, moved: ModelRun) -> list[str]:

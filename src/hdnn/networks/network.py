@@ -111,18 +111,20 @@ def hook_reason(module: nn.Module) -> str | None:
 
     Of the module, of all modules, and of its parameters.
     """
-    hooks = []
+    hooks: dict[str, list[Any]] = {}
     for kind in HOOKS:
         everywhere = getattr(nn.modules.module, f"_global{kind}")
-        for hook in (*getattr(module, kind).values(), *everywhere.values()):
-            hooks.append((kind.strip("_").replace("_", " "), hook))
-    for parameter in module.parameters():
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            for hook in (getattr(parameter, kind) or {}).values():
-                hooks.append(("hooks of parameters", hook))
-    for kind, hook in hooks:
-        if _home(hook) not in OURS:
-            return f"one of its {kind} may change what it computes"
+        name = kind.strip("_").replace("_", " ")
+        hooks[name] = [*getattr(module, kind).values(), *everywhere.values()]
+    hooks["hooks of parameters"] = [
+        hook
+        for parameter in module.parameters()
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        for hook in (getattr(parameter, kind) or {}).values()
+    ]
+    for name, functions in hooks.items():
+        if any(_home(function) not in OURS for function in functions):
+            return f"one of its {name} may change what it computes"
     return None
 
 
