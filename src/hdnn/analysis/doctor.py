@@ -117,11 +117,12 @@ class Diagnosis(Result):
     @property
     def summary(self) -> str:
         """The result in a sentence."""
-        count = len(self.faults)
-        if count:
-            places = [f"{fault.kind} at {fault.layer}" for fault in self.faults]
+        places = [f"{fault.kind} at {fault.layer}" for fault in self.faults]
+        if places:
+            count = len(places)
+            faults = "fault" if count == 1 else "faults"
             where = ", ".join(places)
-            return f"{self.model}: {count} fault{'s' * (count > 1)} found: {where}."
+            return f"{self.model}: {count} {faults} found: {where}."
         if self.unknown:
             return f"{self.model}: no fault was found, but NOT EVERYTHING IS KNOWN."
         return f"{self.model}: no fault was found, gradients reach every layer."
@@ -187,15 +188,21 @@ def diagnose(
         )
     tensors = _tensors(x)
     has_nan = any(bool(tensor.isnan().any()) for tensor in tensors)
-    if has_nan or not any(tensor.numel() for tensor in tensors):
+    is_empty = not any(tensor.numel() for tensor in tensors)
+    if has_nan or is_empty:
         raise DataError(
             "x must be a tensor, a tuple of arguments or a dict of named ones, with at least one "
             f"sample and no NaN, but got {'NaN' if has_nan else type(x).__name__}."
         )
     positive_int("samples", samples)
     rows = _row_count(x)
-    if rows > samples and (target is None or _row_count(target) == rows):
-        x, target = mapped(lambda t: t[:samples] if t.ndim else t, (x, target))
+    fits = target is None or _row_count(target) == rows
+    if rows > samples and fits:
+
+        def first(tensor: Tensor) -> Tensor:
+            return tensor[:samples] if tensor.ndim else tensor
+
+        x, target = mapped(first, (x, target))
     with (
         running(model, "x"),
         warnings.catch_warnings(),
@@ -205,12 +212,12 @@ def diagnose(
         warnings.simplefilter("ignore")
         seen = Probe(model, x).examine(loss, target)
     return Diagnosis(
-        type(model).__name__,
-        tuple(judge(seen)),
-        tuple(seen.layers),
-        tuple(seen.unknown),
-        min(rows, samples),
-        time.perf_counter() - begun,
+        model=type(model).__name__,
+        findings=tuple(judge(seen)),
+        layers=tuple(seen.layers),
+        unknown=tuple(seen.unknown),
+        samples=min(rows, samples),
+        seconds=time.perf_counter() - begun,
     )
 
 
@@ -315,9 +322,10 @@ class ModelRun:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.dtype in HALF:
                 tensor.data = tensor.data.float()
-        self.weights = {
-            n: p for n, p in self.model.named_parameters() if p.requires_grad
-        }
+        self.weights = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                self.weights[name] = parameter
         for name, scale in moved.items():
             weight = self.weights[name].data
             rms = weight.norm() / math.sqrt(weight.numel())
@@ -344,12 +352,12 @@ class ModelRun:
     def objective(self, loss: Any, target: Any) -> Tensor | None:
         """The loss, or a random projection of all outputs; None if it has no gradient."""
         if loss is None:
-            parts = [
-                (t * random_like(t)).sum()
-                for t in _floats(self.output)
-                if t.requires_grad
-            ]
-            return torch.stack(parts).sum() if parts else None
+            total = None
+            for tensor in _floats(self.output):
+                if tensor.requires_grad:
+                    product = (tensor * random_like(tensor)).sum()
+                    total = product if total is None else total + product
+            return total
         targets = () if target is None else (target,)
         value = loss(self.output, *targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -609,14 +617,13 @@ class Probe:
         self._find_lost(run, [n for n in run.weights if n not in gradients])
         # A gradient of 0 may be due to a first value of 0, but not after all weights are moved.
         later = other.gradients(other.objective(None, None))
-        zero = [
-            n
-            for n, g in gradients.items()
-            if not (_any(g) or _any(later.get(n)))
-        ]
+        zero = []
+        for name, gradient in gradients.items():
+            if not _any(gradient) and not _any(later.get(name)):
+                zero.append(name)
         for module, names in _by_module(zero).items():
             if self._matters(run, names):
-                seen.detached.append(module or names[0])
+                seen.blocked.append(module or names[0])
 
     def _find_lost(self, run: ModelRun, lost: list[str]) -> None:
         """Judge the weights that have no gradient at all."""
@@ -664,22 +671,21 @@ def _first_not_finite(run: ModelRun) -> str:
 
 
 def _finite(tensors: list[Tensor]) -> bool:
-    bad = [(t.isnan() | (t == math.inf)).any() for t in tensors]
-    return not any(bad)
+    for tensor in tensors:
+        bad = tensor.isnan() | (tensor == math.inf)
+        if bool(bad.any()):
+            return False
+    return True
 
 
 def _body(run: ModelRun, states: list[State]) -> int:
     """The index of y_N: the state that enters the last module with parameters."""
     last = len(states) - 1
-    begun = [
-        call.begun
-        for call in run.calls
-        if [*call.module.parameters(recurse=False)]
-    ]
-    if not begun:
-        return last
-    entering = sum(state.time <= begun[-1] for state in states) - 1
-    return entering if entering > 0 else last
+    for call in reversed(run.calls):
+        if [*call.module.parameters(recurse=False)]:
+            entering = sum(state.time <= call.begun for state in states) - 1
+            return entering if entering > 0 else last
+    return last
 
 
 def _same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> bool:
@@ -698,7 +704,8 @@ def _same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> bool:
 def _severed(run: ModelRun, moved: ModelRun) -> list[str]:
     """The first module whose input depends on weights, though no gradient leads back to them."""
     for call, other in zip(run.calls, moved.calls, strict=True):
-        for x, y in zip(call.inputs, other.inputs, strict=False):
+        pairs = zip(call.inputs, other.inputs, strict=False)
+        for x, y in pairs:
             if not x.requires_grad and not _same([x], [y]):
                 return [call.name]
     return []
@@ -784,7 +791,8 @@ class GradientDoctor(Watcher):
         for name, size in gradients.items():
             if not math.isfinite(size):
                 text = f"At step {self.steps} the gradient of {name} is not finite."
-                self._tell(Finding("not finite", name, text))
+                finding = Finding("not finite", name, text)
+                self._tell(finding)
                 return
         ready = self.share > 0 and self.inputs is not None
         if ready and self.affordable(self._expected()):

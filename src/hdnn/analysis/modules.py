@@ -100,9 +100,12 @@ def running(module: nn.Module, name: str) -> Iterator[None]:
 
 def state_rows(y: Any, width: int) -> Tensor:
     """States (*batch, width) as rows (B, width) in float64 on the CPU."""
-    fits = isinstance(y, Tensor) and y.ndim > 0 and y.shape[-1] == width
-    if not fits or not y.numel():
-        shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+    shape = type(y).__name__
+    fits = False
+    if isinstance(y, Tensor):
+        shape = tuple(y.shape)
+        fits = shape[-1:] == (width,) and y.numel() > 0
+    if not fits:
         raise ShapeError(
             f"y must be a tensor (*batch, {width}), but got {shape}."
         )
