@@ -173,6 +173,132 @@ def test_a_subclass_that_computes_something_else_does_not_hold():
     assert certify(net).holds is None
 
 
+def made_by_exec(text: str, name: str):
+    names = {"hdnn": hdnn}
+    exec(text, names)
+    return names[name]
+
+
+def shrink(module, grad_in, grad_out):
+    return (0.1 * grad_in[0],) if module.training else None
+
+
+def with_a_hook_made_by_exec():
+    net = h2()
+    text = (
+        "def f(m, gi, go):\n    return (0.1 * gi[0],) if m.training else None"
+    )
+    net.register_full_backward_hook(made_by_exec(text, "f"))
+    return net
+
+
+def with_hooks_of_parameters():
+    net = h2()
+    net.K_p.register_hook(lambda grad: 0 * grad)
+    return net
+
+
+def with_hooks_after_accumulation():
+    net = h2()
+    net.b_q.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+    return net
+
+
+def with_hooks_of_a_wrapper():
+    wrapper = nn.DataParallel(h2())
+    wrapper.register_full_backward_hook(shrink)
+    return wrapper
+
+
+def with_hooks_of_a_compiled_module():
+    compiled = torch.compile(h2())
+    compiled.register_full_backward_hook(shrink)
+    return compiled
+
+
+def with_hooks_around_it():
+    model = nn.Sequential(h2())
+    model.register_full_backward_hook(shrink)
+    return model
+
+
+def of_a_class_made_by_exec():
+    text = (
+        "class S(hdnn.H2):\n"
+        "    def forward(self, y):\n"
+        "        return hdnn.H2.forward(self, y) * (0.1 if self.training else 1)"
+    )
+    return made_by_exec(text, "S")(4, 4)
+
+
+def a_model_of_ones_own():
+    class Small(hdnn.Model):
+        def forward(self, x):
+            return 0.1 * super().forward(x)
+
+    return Small(hdnn.Augment(2, 4), h2(), hdnn.SigmoidHead(4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        with_a_hook_made_by_exec,
+        with_hooks_of_parameters,
+        with_hooks_after_accumulation,
+        with_hooks_of_a_wrapper,
+        with_hooks_of_a_compiled_module,
+        with_hooks_around_it,
+        of_a_class_made_by_exec,
+    ],
+)
+def test_whatever_can_change_gradients_keeps_a_certificate_from_holding(make):
+    certificate = certify(make())
+    assert certificate.holds is None
+    assert certificate.status in ("not known", "not guaranteed")
+
+
+def test_a_hook_on_all_modules_keeps_a_certificate_from_holding():
+    register = nn.modules.module.register_module_full_backward_hook
+    handle = register(shrink)
+    try:
+        assert certify(h2()).holds is None
+    finally:
+        handle.remove()
+    assert certify(h2()).holds
+
+
+def test_nothing_is_said_about_a_wrapper_or_a_model_of_ones_own():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = h2()
+
+        def forward(self, y):
+            return 0.1 * self.module(y)
+
+    for model in (Wrapper(), a_model_of_ones_own()):
+        summary = certify(model).summary
+        assert "Nothing is said about the model as a whole" in summary
+    assert certify(nn.DataParallel(h2())).parts == {}
+
+
+def test_hooks_and_methods_of_ones_own_keep_images_and_blocks_from_holding():
+    class Larger(hdnn.HamiltonianUnit):
+        def _force(self, *args):
+            return 1.5 * super()._force(*args)
+
+    class Joined(hdnn.Leapfrog):
+        def _joined(self, y, halves):
+            return 1.3 * super()._joined(y, halves)
+
+    images = torch.randn(2, 4, 6, 6)
+    unit = hdnn.HamiltonianUnit(4, 2, network="h2")
+    unit.K_p.register_hook(lambda grad: 0 * grad)
+    assert certify(unit, images).holds is None
+    assert certify(Larger(4, 2, network="h2"), images).holds is None
+    assert certify(Joined(nn.Linear(2, 2)), torch.randn(3, 4)).holds is None
+
+
 def test_states_that_are_not_finite_are_not_known():
     net = h2(N=40, step=10.0, activation="identity", dtype=F64)
     certificate = certify(net, torch.full((3, 4), 1e300, dtype=F64))

@@ -451,6 +451,14 @@ def test_an_orbit_closes_after_one_period_and_keeps_its_energy():
     )
 
 
+def test_small_orbits_lose_no_digits():
+    y = torch.tensor([3e-9, -4e-9], dtype=F64)
+    energy = float(counterexample.energy(y))
+    assert energy == pytest.approx(1.25e-17, rel=1e-12)
+    diameter = float(counterexample.diameter(y))
+    assert diameter == pytest.approx(1e-8, rel=1e-12)
+
+
 def test_the_period_grows_with_the_energy_from_that_of_a_linear_oscillator():
     y = torch.tensor(
         [[1e-4, 0.0], [0.5, 0.0], [1.0, 0.0], [3.0, 2.0]], dtype=F64

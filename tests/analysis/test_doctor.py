@@ -320,6 +320,101 @@ def test_a_layer_that_runs_for_nothing_is_not_known():
     assert "NOT EVERYTHING IS KNOWN" in str(diagnosis)
 
 
+class Branch(nn.Module):
+    """A layer beside a skip connection, and something done to its result."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.head, self.change = (
+            nn.Linear(32, 32),
+            nn.Linear(32, 3),
+            change,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.change(self.a(x)))
+
+
+class Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return torch.zeros_like(grads[0])
+
+
+STEPS = {
+    "round": torch.round,
+    "sign": torch.sign,
+    "a gate": lambda x: x * 0 + (x > 0),
+    "a backward pass of zeros": Nothing.apply,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_gradient_of_zero_beside_a_skip_connection_is_a_fault(name):
+    torch.manual_seed(0)
+    diagnosis = diagnose(Branch(STEPS[name]), rows())
+    faults = [(fault.kind, fault.layer) for fault in diagnosis.faults]
+    assert faults == [("detached", "a")]
+
+
+def test_hooks_of_parameters_count():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+    assert diagnose(model, rows()).healthy
+    for weight in model[0].parameters():
+        weight.register_hook(lambda grad: 0 * grad)
+    assert [f.layer for f in diagnose(model, rows()).faults] == ["0"]
+
+
+def test_weights_that_are_read_without_their_module_are_not_cleared():
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score, self.embed = nn.Linear(32, 3), nn.Embedding(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            far = torch.tensor([100.0, 0.0, 0.0])
+            scores = F.linear(x, self.score.weight, self.score.bias + far)
+            return self.embed(scores.argmax(-1))
+
+    diagnosis = diagnose(Read(), rows())
+    assert not diagnosis.healthy
+    assert "whether score is trained" in diagnosis.unknown[0]
+
+
+class Conditioned(nn.Module):
+    """A block of a diffusion transformer, whose modulation starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulate, self.f = nn.Linear(32, 96), nn.Linear(32, 32)
+        nn.init.zeros_(self.modulate.weight)
+        nn.init.zeros_(self.modulate.bias)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale, gate = self.modulate(condition).chunk(3, -1)
+        return self.head(x + gate * self.f(x * (1 + scale) + shift))
+
+
+def test_first_values_of_zero_on_a_side_path_are_healthy():
+    assert diagnose(Conditioned(), (rows(), rows())).healthy
+
+
+def test_losses_among_the_outputs_count():
+    class StraightThrough(Quantised):
+        def forward(self, x: Tensor) -> Any:
+            z = self.encoder(x)
+            q = self.codes(torch.cdist(z, self.codes.weight).argmin(-1))
+            loss = (q - z.detach()).square().mean()
+            return self.decoder(z + (q - z).detach()), loss
+
+    assert diagnose(StraightThrough(), rows()).healthy
+
+
 class Spare(nn.Module):
     """Has a layer that it does not call; its weights are used in another way, or not at all."""
 

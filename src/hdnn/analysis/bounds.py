@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdnn import activations
 from hdnn.analysis.modules import exact
 from hdnn.analysis.sensitivity import (
     backward_sensitivity,
     singular_values,
     steps_of,
 )
-from hdnn.errors import HDNNError, OptionError
+from hdnn.errors import OptionError
 from hdnn.networks import Network
 
 SHOWN = 1e6  # larger bounds say nothing to a reader
@@ -59,7 +58,7 @@ def bsm_bound_continuous(net: Network) -> Tensor:
     Returns:
         One number, as a tensor.
     """
-    half = 0.5 if activations.get(net.activation).monotone else 1.0
+    half = 0.5 if net.sigma.monotone else 1.0
     return torch.exp(half * (steps_of(net) * net.field_rates()).sum())
 
 
@@ -90,7 +89,7 @@ def bsm_bound_forward_euler(net: Network) -> Tensor:
             "for H2 and its relatives use gradient_bounds."
         )
     Q = steps * net.field_rates()
-    if activations.get(net.activation).monotone:
+    if net.sigma.monotone:
         return (1 + Q + Q.square()).sqrt().prod()
     return (1 + Q).prod()
 
@@ -122,7 +121,7 @@ def gradient_bounds(net: Network) -> tuple[Tensor, Tensor]:
         >>> bool(low <= values.min()), bool(values.max() <= high)
         (True, True)
     """
-    S = activations.get(net.activation).S
+    S = net.sigma.S
     B = torch.asinh(0.5 * S * net.shear_norms()).sum()
     return torch.exp(-B), torch.exp(B)
 
@@ -221,10 +220,8 @@ def compared_bounds(
     add("sharper", "at most", bsm_bound_continuous(net), False)
     if net.forward_euler:
         add("forward Euler", "at most", bsm_bound_forward_euler(net))
-    try:
+    if net.scheme.halves:
         low, high = gradient_bounds(net)
-    except HDNNError:  # its layers are not made of shears
-        return result
-    add("budget", "at least", low)
-    add("budget", "at most", high)
+        add("budget", "at least", low)
+        add("budget", "at most", high)
     return result

@@ -40,6 +40,7 @@ from hdnn.analysis.modules import (
     unwrapped,
 )
 from hdnn.errors import DataError, HDNNError, positive_int
+from hdnn.heads import Model
 from hdnn.networks import (
     Coupling,
     HamiltonianUnit,
@@ -47,6 +48,7 @@ from hdnn.networks import (
     Network,
     Reversible,
 )
+from hdnn.networks.network import hook_reason, unknown_reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -285,9 +287,7 @@ def certify(
     root: Any = unwrapped(model)
     net = root
     width = 0
-    if isinstance(getattr(root, "net", None), Network) and hasattr(
-        root, "embed"
-    ):
+    if isinstance(root, Model) and unknown_reason(root) is None:
         net = root.net
         width = root.inputs
     elif not isinstance(root, PARTS):
@@ -454,6 +454,7 @@ def _certify_parts(
         try:
             if inputs is not None and name not in states:
                 raise DataError("the module does not call it for these inputs")
+            _check_hooks_around(twin, name)
             certificates[name] = certify(
                 part,
                 states.get(name),
@@ -468,6 +469,16 @@ def _certify_parts(
                 type(part).__name__, promise.holds, promise.why, None, trouble
             )
     return _joined(twin, parts, certificates)
+
+
+def _check_hooks_around(model: nn.Module, name: str) -> None:
+    """Hooks of the modules that a part is in may change its gradients."""
+    parents = name.split(".")[:-1]
+    for depth in range(len(parents) + 1):
+        place = ".".join(parents[:depth])
+        reason = hook_reason(model.get_submodule(place))
+        if reason is not None:
+            raise DataError(f"{place or 'the module around it'}: {reason}")
 
 
 def _joined(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -71,13 +70,11 @@ class ContinuousNetwork:
         self.J = field["J"]
         self._K = field["K"]
         self._b = field["b"]
-        self._V = (
-            self._K @ self.J.mT
-        )  # the field is sigma(y K^T + b) V for rows y
+        # The field is sigma(y K^T + b) V for rows y.
+        self._V = self._K @ self.J.mT
         self._sigma = activations.get(self.net.activation)
-        self.times = torch.nn.functional.pad(
-            steps_of(self.net).cumsum(0), (1, 0)
-        )
+        ends = steps_of(self.net).cumsum(0)
+        self.times = torch.cat([ends.new_zeros(1), ends])
         self.T = float(self.times[-1])
 
     def trajectory(self, y: Tensor, t: Times = None) -> Tensor:
@@ -89,18 +86,19 @@ class ContinuousNetwork:
         self, y: Tensor, *, start: float = 0.0, end: float | None = None
     ) -> Tensor:
         """The state at `end`, by default T, from y at `start`; backwards too: `(*batch, n)`."""
-        stop = self._times([self.T if end is None else end])
-        return self._solve(self._rows(y), start, stop)[..., 0].reshape(y.shape)
+        stop = self._times(self.T if end is None else end)
+        states = self._solve(self._rows(y), start, stop)
+        return states[..., 0].reshape(y.shape)
 
     def sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
         """dy(T)/dy(t) along the trajectory from y: `(len(t), *batch, n, n)`."""
-        return self._back(y, self._identity(y), t).reshape(
-            -1, *y.shape, y.shape[-1]
-        )
+        Phi = self._back(y, self._identity(y), t)
+        return Phi.reshape(-1, *y.shape, y.shape[-1])
 
     def gradients(self, y: Tensor, delta_T: Tensor, t: Times = None) -> Tensor:
         """dL/dy(t) from delta_T = dL/dy(T), by its own ODE (eq:delta_CT): `(len(t), *batch, n)`."""
-        return self._back(y, self._rows(delta_T), t).reshape(-1, *y.shape)
+        delta = self._back(y, self._rows(delta_T), t)
+        return delta.reshape(-1, *y.shape)
 
     def forward_sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
         """dy(t)/dy(0) along the trajectory from y: `(len(t), *batch, n, n)`."""
@@ -121,28 +119,31 @@ class ContinuousNetwork:
             return field.unsqueeze(-1)
         A = self._K[j].mT @ (self._sigma.slope(x).unsqueeze(-1) * self._V[j])
         M = Z[..., 1:]
-        return torch.cat(
-            [field.unsqueeze(-1), -A @ M if back else A.mT @ M], -1
-        )
+        growth = -A @ M if back else A.mT @ M
+        return torch.cat([field.unsqueeze(-1), growth], -1)
 
     @torch.no_grad()
     def _solve(self, Z: Tensor, start: float, times: Tensor) -> Tensor:
         """Z at `times`, all on one side of `start`; no step crosses the end of a layer."""
         back = float(times.min()) < start
-        sign = -1.0 if back else 1.0
-        ends = list(enumerate(self.times[1:].tolist()))
+        sign = -1.0 if back else 1.0  # all that follows runs in sign * t
+        wanted = (sign * times).tolist()
+        layers = range(self.net.layers)
+        ends = self.times[1:]
         if back:
-            ends = list(enumerate(self.times[:-1].tolist()))[::-1]
-        stops = sorted(set((sign * times).tolist()))
-        at = {sign * start: Z}
+            layers = layers[::-1]
+            ends = -self.times[:-1].flip(0)
         now = sign * start
-        for j, end in ends:
-            end = min(sign * end, stops[-1])
+        last = max(wanted)
+        states = {now: Z}
+        for j, layer_end in zip(layers, ends.tolist(), strict=True):
+            end = min(layer_end, last)
             if end > now:
-                evaluated = [now, *(t for t in stops if now < t < end), end]
-                at.update(self._piece(j, at[now], evaluated, sign))
+                inside = sorted({t for t in wanted if now < t < end})
+                piece = self._piece(j, states[now], [now, *inside, end], sign)
+                states.update(piece)
                 now = end
-        return torch.stack([at[t] for t in (sign * times).tolist()])
+        return torch.stack([states[t] for t in wanted])
 
     def _piece(
         self, j: int, Z: Tensor, times: list[float], sign: float
@@ -150,12 +151,10 @@ class ContinuousNetwork:
         """Z at these times sign * t within layer j, from Z at the first of them."""
 
         def rate(t: float, flat: np.ndarray) -> np.ndarray:
-            rates = sign * self._rate(
-                j, torch.from_numpy(flat).view(Z.shape), sign < 0
-            )
-            if not bool(
-                rates.isfinite().all()
-            ):  # the solver would try ever smaller steps
+            state = torch.from_numpy(flat).view(Z.shape)
+            rates = sign * self._rate(j, state, sign < 0)
+            # The solver would try ever smaller steps.
+            if not bool(rates.isfinite().all()):
                 raise ConvergenceError(
                     f"the solution of the ODE is not finite at t = {sign * t:g}; "
                     "take smaller weights, states or T."
@@ -163,17 +162,14 @@ class ContinuousNetwork:
             return rates.reshape(-1).numpy()
 
         solve_ivp = require("scipy.integrate", extra="science").solve_ivp
+        start = Z.reshape(-1).numpy()
         span = (times[0], times[-1])
-        solution = solve_ivp(
-            rate, span, Z.reshape(-1).numpy(), t_eval=times, **self.options
-        )
+        solution = solve_ivp(rate, span, start, t_eval=times, **self.options)
         if not solution.success:
             raise ConvergenceError(
                 f"the ODE cannot be solved: {solution.message}"
             )
-        values = torch.from_numpy(np.ascontiguousarray(solution.y.T)).reshape(
-            -1, *Z.shape
-        )
+        values = torch.tensor(solution.y.T).reshape(-1, *Z.shape)
         return dict(zip(times, values, strict=True))
 
     def _rows(self, y: Tensor) -> Tensor:
@@ -239,14 +235,14 @@ def convergence(
     floor = FLOOR * max(1.0, float(flow.norm(dim=-1).max()))
     refined = [ode.net.refine(k) for k in sorted(refinements)]
     steps = [ode.T / fine.layers for fine in refined]
-    errors = [
-        float((fine(y.to(flow)) - flow).norm(dim=-1).max()) for fine in refined
-    ]
+    errors = []
+    for fine in refined:
+        distances = (fine(y.to(flow)) - flow).norm(dim=-1)
+        errors.append(float(distances.max()))
     order = math.nan
-    for (h, fine_h), (error, fine_error) in zip(
-        pairwise(steps), pairwise(errors), strict=True
-    ):
-        if fine_error > floor:
-            order = math.log(error / fine_error) / math.log(h / fine_h)
+    for k in range(1, len(refined)):
+        if errors[k] > floor:
+            gain = math.log(errors[k - 1] / errors[k])
+            order = gain / math.log(steps[k - 1] / steps[k])
     layers = tuple(fine.layers for fine in refined)
     return Convergence(layers, tuple(steps), tuple(errors), order)

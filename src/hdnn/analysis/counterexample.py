@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hdnn import activations
 from hdnn.analysis.continuous import ContinuousNetwork
 from hdnn.analysis.sensitivity import backward_sensitivity, norms
 from hdnn.errors import OptionError, require
@@ -29,21 +30,24 @@ ATOL = 1e-15
 def example(T: float, eps: float = 1.0) -> ContinuousNetwork:
     """The ODE of the example over a time T: a network with K = I, b = 0 and eps times J."""
     J = torch.tensor([[0.0, -eps], [eps, 0.0]], dtype=torch.float64)
-    net = H1(2, 1, T=T, J=J, dtype=torch.float64, generator=torch.Generator())
-    net.assign("K", torch.eye(2, dtype=torch.float64)[None])
-    net.assign("b", torch.zeros(1, 2, dtype=torch.float64))
+    generator = torch.Generator()  # whose weights are replaced
+    net = H1(2, 1, T=T, J=J, dtype=torch.float64, generator=generator)
+    net.assign("K", torch.eye(2)[None])
+    net.assign("b", torch.zeros(1, 2))
     return ContinuousNetwork(net, rtol=RTOL, atol=ATOL)
 
 
 def energy(y: Tensor) -> Tensor:
     """H = log cosh p + log cosh q."""
-    size = y.double().abs()
-    return (size + torch.log1p(torch.exp(-2 * size)) - math.log(2)).sum(-1)
+    log_cosh = activations.get("tanh").integral
+    return log_cosh(y.double()).sum(-1)
 
 
 def diameter(y: Tensor) -> Tensor:
     """The largest distance on the orbits through y, along an axis."""
-    return 2 * torch.acosh(energy(y).exp())
+    H = energy(y)
+    # acosh(exp(H)), without the digits that exp(H) loses where H is small
+    return 2 * torch.asinh(torch.expm1(2 * H).sqrt())
 
 
 def period(y: Tensor, eps: float = 1.0) -> Tensor:
@@ -55,11 +59,15 @@ def period(y: Tensor, eps: float = 1.0) -> Tensor:
 def measured_period(y: Tensor, eps: float = 1.0) -> float:
     """The mean time between crossings of q = 0 where p > 0, over a few turns from y (2,)."""
     speed = abs(eps)  # both directions take equally long
+    three_turns = 12 * (float(energy(y)) + 2) / speed
+
+    def rate(_: float, state: np.ndarray) -> np.ndarray:
+        p, q = np.tanh(state)
+        return speed * np.array([-q, p])
+
     solution = require("scipy.integrate", extra="science").solve_ivp(
-        lambda _, state: (
-            speed * np.array([-np.tanh(state[1]), np.tanh(state[0])])
-        ),
-        (0.0, 12 * (float(energy(y)) + 2) / speed),  # three turns or more
+        rate,
+        (0.0, three_turns),
         y.double().numpy(),
         "DOP853",
         events=lambda _, state: state[1],
@@ -89,10 +97,10 @@ def finite_growth(
     """
     state = y.double().unsqueeze(-2)
     moved = state + gamma * torch.eye(2, dtype=torch.float64)
-    states = example(float(t.max()), eps).trajectory(
-        torch.cat([state, moved], -2), t
-    )
-    return (states[..., 1:, :] - states[..., :1, :]).norm(dim=-1) / gamma
+    starts = torch.cat([state, moved], -2)
+    states = example(float(t.max()), eps).trajectory(starts, t)
+    distances = (states[..., 1:, :] - states[..., :1, :]).norm(dim=-1)
+    return distances / gamma
 
 
 def envelope_slope(y: Tensor, eps: float = 1.0) -> Tensor:
@@ -105,8 +113,9 @@ def envelope_slope(y: Tensor, eps: float = 1.0) -> Tensor:
     m, K, E = _elliptic(y)
     rate = (E / K - (1 - m)) / m  # P'(H)/P
     rate = rate.where(m > 1e-8, 0.5)
-    gradient = torch.tanh(y.double()).norm(dim=-1)
-    return abs(eps) * rate * gradient * (-2 * torch.expm1(-energy(y))).sqrt()
+    first = torch.tanh(y.double()).norm(dim=-1)
+    largest = (-2 * torch.expm1(-energy(y))).sqrt()
+    return abs(eps) * rate * first * largest
 
 
 def fitted_envelope(t: Tensor, sizes: Tensor) -> tuple[float, float]:
@@ -115,17 +124,17 @@ def fitted_envelope(t: Tensor, sizes: Tensor) -> tuple[float, float]:
     Only maxima in the second half count: before, the bounded terms are not small yet.
     """
     inner = sizes[1:-1]
-    maxima = (
-        (inner > sizes[:-2]) & (inner >= sizes[2:]) & (t[1:-1] >= t[-1] / 2)
-    )
-    top = maxima.nonzero()[:, 0] + 1
+    rises = inner > sizes[:-2]
+    falls = inner >= sizes[2:]
+    late = t[1:-1] >= t[-1] / 2
+    top = (rises & falls & late).nonzero()[:, 0] + 1
     if len(top) < 2:
         raise OptionError(
             f"the second half has {len(top)} local maxima, but a line needs two; take a longer t."
         )
-    slope, height = np.polyfit(
-        t[top].double().numpy(), sizes[top].double().numpy(), 1
-    )
+    times = t[top].double().numpy()
+    heights = sizes[top].double().numpy()
+    slope, height = np.polyfit(times, heights, 1)
     return float(slope), float(height)
 
 
@@ -152,9 +161,8 @@ def layer_growth(h: float, k: float, layers: int = 64) -> LayerGrowth:
     )
     for name in ("K_p", "K_q"):
         net.assign(name, torch.full((1, 1, 1), k, dtype=torch.float64))
-    sizes = norms(
-        backward_sensitivity(net, torch.zeros(2, dtype=torch.float64))
-    ).flip(0)
+    origin = torch.zeros(2, dtype=torch.float64)
+    sizes = norms(backward_sensitivity(net, origin)).flip(0)
     a = h * k * k
     half = layers // 2
     first = sizes[: half + 1].max()  # norms may oscillate
@@ -171,8 +179,8 @@ def layer_growth(h: float, k: float, layers: int = 64) -> LayerGrowth:
 def _elliptic(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """m = 1 - exp(-2H) and the complete elliptic integrals K(m) and E(m)."""
     special = require("scipy.special", extra="science")
-    rest = torch.exp(-2 * energy(y))
-    m = -torch.expm1(-2 * energy(y))
-    K = torch.as_tensor(special.ellipkm1(rest.numpy()))
+    H = energy(y)
+    m = -torch.expm1(-2 * H)
+    K = torch.as_tensor(special.ellipkm1(torch.exp(-2 * H).numpy()))
     E = torch.as_tensor(special.ellipe(m.numpy()))
     return m, K, E

@@ -50,6 +50,7 @@ DRAWS = 2  # random gradients at y_N
 NUDGES = (0.02, 1.0)  # of the size of weights, to see what depends on them
 SHARE = 0.025  # of the training time that examinations may take
 EXPECTED = 300  # steps of training that a first examination takes
+SAME = 1e-5  # relative: outputs that differ by less are the same up to rounding
 MASKED = 5e3  # below the largest logit: what lies further down is masked
 HALF = (torch.float16, torch.bfloat16)
 
@@ -116,11 +117,12 @@ class Diagnosis(Result):
     @property
     def summary(self) -> str:
         """The result in a sentence."""
-        count = len(self.faults)
-        if count:
-            places = [f"{fault.kind} at {fault.layer}" for fault in self.faults]
+        places = [f"{fault.kind} at {fault.layer}" for fault in self.faults]
+        if places:
+            count = len(places)
+            faults = "fault" if count == 1 else "faults"
             where = ", ".join(places)
-            return f"{self.model}: {count} fault{'s' * (count > 1)} found: {where}."
+            return f"{self.model}: {count} {faults} found: {where}."
         if self.unknown:
             return f"{self.model}: no fault was found, but NOT EVERYTHING IS KNOWN."
         return f"{self.model}: no fault was found, gradients reach every layer."
@@ -186,15 +188,21 @@ def diagnose(
         )
     tensors = _tensors(x)
     has_nan = any(bool(tensor.isnan().any()) for tensor in tensors)
-    if has_nan or not any(tensor.numel() for tensor in tensors):
+    is_empty = not any(tensor.numel() for tensor in tensors)
+    if has_nan or is_empty:
         raise DataError(
             "x must be a tensor, a tuple of arguments or a dict of named ones, with at least one "
             f"sample and no NaN, but got {'NaN' if has_nan else type(x).__name__}."
         )
     positive_int("samples", samples)
     rows = _row_count(x)
-    if rows > samples and (target is None or _row_count(target) == rows):
-        x, target = mapped(lambda t: t[:samples] if t.ndim else t, (x, target))
+    fits = target is None or _row_count(target) == rows
+    if rows > samples and fits:
+
+        def first(tensor: Tensor) -> Tensor:
+            return tensor[:samples] if tensor.ndim else tensor
+
+        x, target = mapped(first, (x, target))
     with (
         running(model, "x"),
         warnings.catch_warnings(),
@@ -204,12 +212,12 @@ def diagnose(
         warnings.simplefilter("ignore")
         seen = Probe(model, x).examine(loss, target)
     return Diagnosis(
-        type(model).__name__,
-        tuple(judge(seen)),
-        tuple(seen.layers),
-        tuple(seen.unknown),
-        min(rows, samples),
-        time.perf_counter() - begun,
+        model=type(model).__name__,
+        findings=tuple(judge(seen)),
+        layers=tuple(seen.layers),
+        unknown=tuple(seen.unknown),
+        samples=min(rows, samples),
+        seconds=time.perf_counter() - begun,
     )
 
 
@@ -283,6 +291,7 @@ class ModelRun:
         self.calls: list[ModuleCall] = []
         self.open: list[ModuleCall] = []
         self.activations: dict[tuple[str, str], ActivationCount] = {}
+        self.read: set[int] = set()  # the ids of all tensors in operations
         self.last = "input"  # the module that ended last
         self.clock = 0
         self._prepare(moved or {})
@@ -313,13 +322,14 @@ class ModelRun:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.dtype in HALF:
                 tensor.data = tensor.data.float()
-        self.weights = {
-            n: p for n, p in self.model.named_parameters() if p.requires_grad
-        }
+        self.weights = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                self.weights[name] = parameter
         for name, scale in moved.items():
             weight = self.weights[name].data
-            size = scale * weight.norm() / math.sqrt(weight.numel())
-            weight += size * random_like(weight)
+            rms = weight.norm() / math.sqrt(weight.numel())
+            weight += scale * (rms if rms else 1.0) * random_like(weight)
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, options: Any) -> None:
@@ -342,17 +352,28 @@ class ModelRun:
     def objective(self, loss: Any, target: Any) -> Tensor | None:
         """The loss, or a random projection of all outputs; None if it has no gradient."""
         if loss is None:
-            parts = [
-                (t * random_like(t)).sum()
-                for t in self.outputs
-                if t.requires_grad
-            ]
-            return torch.stack(parts).sum() if parts else None
+            total = None
+            for tensor in _floats(self.output):
+                if tensor.requires_grad:
+                    product = (tensor * random_like(tensor)).sum()
+                    total = product if total is None else total + product
+            return total
         targets = () if target is None else (target,)
         value = loss(self.output, *targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise OptionError("loss must give one number, as a tensor.")
         return value if value.requires_grad else None
+
+    def gradients(self, objective: Tensor | None) -> dict[str, Tensor]:
+        """The gradients of an objective by the weights that it depends on."""
+        if objective is None:
+            return {}
+        weights = [*self.weights.values()]
+        grads = torch.autograd.grad(
+            objective, weights, retain_graph=True, allow_unused=True
+        )
+        pairs = zip(self.weights, grads, strict=True)
+        return {name: grad for name, grad in pairs if grad is not None}
 
     def chain(self) -> list[State]:
         """The states y_j from the input to the output."""
@@ -361,7 +382,9 @@ class ModelRun:
             return []
         recorded = self._recorded()
         recorded.setdefault(end.grad_fn, State("output", end, self.clock + 1))
-        cuts = _cut_nodes(end.grad_fn, recorded)
+        order = _from_leaves_on(end.grad_fn)
+        first = _first_node(end, recorded, order)
+        cuts = _cut_nodes(order, first, recorded)
         states = [recorded[node] for node in cuts]
         return sorted(states, key=lambda state: state.time)
 
@@ -388,13 +411,29 @@ def _fresh(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_().clone()
 
 
-def _cut_nodes(end: Any, recorded: Mapping[Any, State]) -> list[Any]:
-    """The recorded nodes that every path from the end back to the first of them leads through."""
-    order = _from_leaves_on(end)
-    first = min(
-        (node for node in order if node in recorded),
-        key=lambda node: recorded[node].time,
+def _first_node(
+    end: Tensor, recorded: Mapping[Any, State], order: list[Any]
+) -> Any:
+    """The first input that a gradient reaches; without inputs, the first state."""
+    reached = set(order)
+    nodes = [node for node in recorded if node in reached]
+    start = recorded[nodes[0]].time
+    nodes = [node for node in nodes if recorded[node].time == start]
+    tensors = [recorded[node].tensor for node in nodes]
+    u = random_like(end)
+    grads = torch.autograd.grad(
+        end, tensors, u, retain_graph=True, allow_unused=True
     )
+    for node, grad in zip(nodes, grads, strict=True):
+        if grad is not None and bool(grad.any()):
+            return node
+    return nodes[0]
+
+
+def _cut_nodes(
+    order: list[Any], first: Any, recorded: Mapping[Any, State]
+) -> list[Any]:
+    """The recorded nodes that every path from the end back to the first leads through."""
     leading = _leading(order, first)
     path = [node for node in reversed(order) if node in leading]
     place = {node: k for k, node in enumerate(path)}
@@ -449,6 +488,8 @@ class ActivationTrace(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").rstrip("_")
+        if name != "__get":  # an attribute, such as the shape
+            self.run.read.update(map(id, _tensors([args, kwargs])))
         if name not in STEEP and name != "softmax":
             return out
         x = args[0] if args else None
@@ -516,18 +557,9 @@ class Probe:
         if self.seen.not_finite:
             return self.seen
         objective = run.objective(loss, target)
-        lost = [*run.weights]
         if objective is not None:
-            grads = torch.autograd.grad(
-                objective,
-                [*run.weights.values()],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            pairs = zip(run.weights, grads, strict=True)
-            lost = [name for name, grad in pairs if grad is None]
             self._measure_gains(run)
-        self._find_detached(run, lost)
+        self._find_detached(run, run.gradients(objective))
         if objective is None and not self.seen.detached:
             raise DataError(
                 f"no gradient leads from the output of this {type(self.model).__name__} back to "
@@ -564,7 +596,9 @@ class Probe:
                 self.seen.bad_gradient = states[k + 1].name
             self.seen.layers.append(layer)
 
-    def _find_detached(self, run: ModelRun, lost: list[str]) -> None:
+    def _find_detached(
+        self, run: ModelRun, gradients: Mapping[str, Tensor]
+    ) -> None:
         """Modules that cut gradients off, by what changes when weights are moved."""
         seen = self.seen
         if not _same(run.outputs, ModelRun(self.model, self.x).outputs):
@@ -580,12 +614,26 @@ class Probe:
             seen.unknown.append(
                 "whether branches are detached: other modules run each time"
             )
+        self._find_lost(run, [n for n in run.weights if n not in gradients])
+        # A gradient of 0 may be due to a first value of 0, but not after all weights are moved.
+        later = other.gradients(other.objective(None, None))
+        zero = []
+        for name, gradient in gradients.items():
+            if not _any(gradient) and not _any(later.get(name)):
+                zero.append(name)
+        for module, names in _by_module(zero).items():
+            if self._matters(run, names):
+                seen.blocked.append(module or names[0])
+
+    def _find_lost(self, run: ModelRun, lost: list[str]) -> None:
+        """Judge the weights that have no gradient at all."""
+        seen = self.seen
         called = {call.name for call in run.calls} | {""}
-        for module in dict.fromkeys(name.rpartition(".")[0] for name in lost):
-            names = [name for name in lost if name.rpartition(".")[0] == module]
+        for module, names in _by_module(lost).items():
+            read = any(id(run.weights[name]) in run.read for name in names)
             if self._matters(run, names):
                 seen.detached.append(module or names[0])
-            elif module in called:
+            elif read or module in called:
                 seen.unknown.append(
                     f"whether {module or names[0]} is trained: it runs, but its weights get no "
                     "gradient, and the output did not change when they were moved"
@@ -594,12 +642,24 @@ class Probe:
                 seen.unused += names
 
     def _matters(self, run: ModelRun, names: list[str]) -> bool:
-        """True if the output depends on these weights."""
+        """True if the output depends on these weights by more than rounding."""
         for scale in NUDGES:
             moved = ModelRun(self.model, self.x, dict.fromkeys(names, scale))
-            if not _same(run.outputs, moved.outputs):
+            if not _same(run.outputs, moved.outputs, SAME):
                 return True
         return False
+
+
+def _by_module(weights: list[str]) -> dict[str, list[str]]:
+    """The names of weights, by the module that they are in."""
+    modules: dict[str, list[str]] = {}
+    for name in weights:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return modules
+
+
+def _any(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())
 
 
 def _first_not_finite(run: ModelRun) -> str:
@@ -611,34 +671,41 @@ def _first_not_finite(run: ModelRun) -> str:
 
 
 def _finite(tensors: list[Tensor]) -> bool:
-    bad = [(t.isnan() | (t == math.inf)).any() for t in tensors]
-    return not any(bad)
+    for tensor in tensors:
+        bad = tensor.isnan() | (tensor == math.inf)
+        if bool(bad.any()):
+            return False
+    return True
 
 
 def _body(run: ModelRun, states: list[State]) -> int:
     """The index of y_N: the state that enters the last module with parameters."""
     last = len(states) - 1
-    begun = [
-        call.begun
-        for call in run.calls
-        if [*call.module.parameters(recurse=False)]
-    ]
-    if not begun:
-        return last
-    entering = sum(state.time <= begun[-1] for state in states) - 1
-    return entering if entering > 0 else last
+    for call in reversed(run.calls):
+        if [*call.module.parameters(recurse=False)]:
+            entering = sum(state.time <= call.begun for state in states) - 1
+            return entering if entering > 0 else last
+    return last
 
 
-def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """True if all tensors are equal, as far as there are pairs."""
-    pairs = zip(a, b, strict=False)
-    return all(torch.equal(x.detach(), y.detach()) for x, y in pairs)
+def _same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> bool:
+    """True if all tensors are equal, as far as there are pairs, up to a part of their sizes."""
+    for x, y in zip(a, b, strict=False):
+        if x.shape != y.shape:
+            return False
+        if torch.equal(x.detach(), y.detach()):
+            continue
+        difference = (x - y).detach().norm()
+        if not difference <= tolerance * x.detach().norm():
+            return False
+    return True
 
 
 def _severed(run: ModelRun, moved: ModelRun) -> list[str]:
     """The first module whose input depends on weights, though no gradient leads back to them."""
     for call, other in zip(run.calls, moved.calls, strict=True):
-        for x, y in zip(call.inputs, other.inputs, strict=False):
+        pairs = zip(call.inputs, other.inputs, strict=False)
+        for x, y in pairs:
             if not x.requires_grad and not _same([x], [y]):
                 return [call.name]
     return []
@@ -724,7 +791,8 @@ class GradientDoctor(Watcher):
         for name, size in gradients.items():
             if not math.isfinite(size):
                 text = f"At step {self.steps} the gradient of {name} is not finite."
-                self._tell(Finding("not finite", name, text))
+                finding = Finding("not finite", name, text)
+                self._tell(finding)
                 return
         ready = self.share > 0 and self.inputs is not None
         if ready and self.affordable(self._expected()):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hdnn import activations, engine
+from hdnn import engine
 from hdnn.analysis.lanczos import Chain, Derivative, unit_layers
 from hdnn.analysis.modules import random_like, spread
 from hdnn.analysis.sensitivity import (
@@ -139,12 +140,11 @@ def _factor_sizes(net: Network) -> Tensor:
     """The product of the norms of all factors of each dy_{j+1}/dy_j: (N,), at least 1."""
     if not hasattr(net, "h"):
         return torch.ones(net.layers)
-    try:
-        shears = activations.get(net.activation).S * net.shear_norms()
+    if net.scheme.halves:
+        shears = net.sigma.S * net.shear_norms()
         return (1 + shears).reshape(-1, net.layers).prod(0)
-    except HDNNError:  # its layers are not made of shears
-        size = 1 + steps_of(net) * net.field_rates()
-        return size**3 if net.implicit else size
+    size = 1 + steps_of(net) * net.field_rates()
+    return size**3 if net.implicit else size
 
 
 def _differs(
@@ -153,13 +153,19 @@ def _differs(
     """True if a module's value, or the gradient of its product with u, is another one."""
     with torch.enable_grad():
         leaf = y.detach().clone().requires_grad_()
-        out = module(leaf)
-        if not isinstance(out, Tensor) or out.shape != end.shape:
+        try:
+            out = module(leaf)
+        except HDNNError:
+            # A method of another module runs, such as one in another dtype.
             return True
-        if not out.requires_grad:
+        is_state = isinstance(out, Tensor) and out.shape == end.shape
+        if not is_state or not out.requires_grad:
             return True
         (g,) = torch.autograd.grad(out, leaf, u, allow_unused=True)
-    return g is None or not (_close(out.detach(), end) and _close(g, grad))
+    if g is None:
+        return True
+    same = _close(out.detach(), end) and _close(g, grad)
+    return not same
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -197,29 +203,27 @@ def measure_layers(module: Any, call: BlockCall) -> Measured:
         sdpa_kernel(SDPBackend.MATH),
         engine.use(engine="reference", backprop="stored"),
     ):
-        functions = [
-            lambda y, layer=layer: call.run(layer, y)
-            for layer in _layers_of(module)
-        ]
+        functions = [partial(call.run, layer) for layer in _layers_of(module)]
         chain = Chain(functions, y)
         layers = spread(len(functions), LAYERS)
         sizes = y.new_ones(len(layers) + 1, min(len(y), FEW))
-        slack = torch.full_like(sizes[:-1], 1e-9 + 100 * _rounding(chain, y))
-        features = y[0].numel()
-        result = Measured([*layers, len(functions)], features, sizes, slack)
+        rounding = 1e-9 + 100 * _rounding(chain, y)
+        slack = torch.full_like(sizes[:-1], rounding)
+        layers.append(len(functions))
+        result = Measured(layers, y[0].numel(), sizes, slack)
         result.complete = _measure_chain(chain, y, result, STEPS)
         below = bool((sizes < 1).any())
         if below and not result.complete and module.guarantee().holds:
             result.complete = _measure_chain(chain, y, result, MORE_STEPS)
         if not bool(sizes.isfinite().all()):
             result.trouble = "a state or a derivative is not finite"
-        elif float(slack[0, 0]) > HIDDEN:
+        elif rounding > HIDDEN:
             result.trouble = "its modules compute in too coarse a precision"
         elif _chain_differs(module, call, chain, y):
             result.trouble = CHANGED
         if getattr(module, "symplectic", False):
             result.defect = _block_defect(chain, y, module.dim)
-            result.symplectic = result.defect <= float(slack[0, 0])
+            result.symplectic = result.defect <= rounding
     return result
 
 
@@ -259,7 +263,7 @@ def _chain_differs(
         end = M.out
         gradient = M.backwards(u)
     gradient = chain.backwards(gradient)
-    return _differs(lambda y: call.run(module, y), y, u, end, gradient)
+    return _differs(partial(call.run, module), y, u, end, gradient)
 
 
 def _rounding(chain: Chain, y: Tensor) -> float:
@@ -277,7 +281,8 @@ def _block_defect(chain: Chain, y: Tensor, dim: int) -> float:
     u = u / u.norm()
     v = chain.backwards(u)
     difference = chain.forwards(_turned(v, dim)) - _turned(u, dim)
-    return float(difference.norm()) / max(1.0, float(v.norm()) ** 2)
+    size = max(1.0, float(v.norm()) ** 2)
+    return float(difference.norm()) / size
 
 
 def _turned(v: Tensor, dim: int) -> Tensor:

@@ -14,19 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.errors import DataError, HDNNError, OptionError, ShapeError
+from hdnn.networks.network import hook_reason
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 def copied(module: Module) -> Module:
-    """A copy in the same dtype, also of modules whose weights are computed by hooks."""
+    """A copy in the same dtype, with hooks, also of modules whose weights hooks compute."""
     computed = {}
     for submodule in module.modules():
         for value in vars(submodule).values():
             if isinstance(value, Tensor) and not value.is_leaf:
                 # PyTorch does not copy these.
                 computed[id(value)] = value.detach().clone()
-    return copy.deepcopy(module, computed)
+    twin = copy.deepcopy(module, computed)
+    # PyTorch does not copy the hooks of parameters.
+    pairs = zip(module.parameters(), twin.parameters(), strict=True)
+    for old, new in pairs:
+        if not new.requires_grad:
+            continue
+        for hook in (old._backward_hooks or {}).values():
+            new.register_hook(hook)
+        for hook in (old._post_accumulate_grad_hooks or {}).values():
+            new.register_post_accumulate_grad_hook(hook)
+    return twin
 
 
 def exact(module: Module) -> Module:
@@ -35,16 +46,20 @@ def exact(module: Module) -> Module:
 
 
 def unwrapped(model: Any) -> Any:
-    """The module inside of `torch.compile` and the data-parallel classes of PyTorch."""
+    """The module inside of `torch.compile` and the data-parallel classes of PyTorch.
+
+    A wrapper with hooks, or of a class of one's own, may change gradients: it is left as it is.
+    """
     if not isinstance(model, nn.Module):
         raise OptionError(
             f"the model must be an nn.Module, but got {type(model).__name__}."
         )
     children = dict(model.named_children())
-    for name in ("_orig_mod", "module"):
-        if list(children) == [name]:
-            return unwrapped(children[name])
-    return model
+    inner = children.get("_orig_mod", children.get("module"))
+    ours = type(model).__module__.startswith("torch.")
+    if inner is None or not ours or hook_reason(model):
+        return model
+    return unwrapped(inner)
 
 
 def mapped(function: Any, value: Any) -> Any:
@@ -85,9 +100,12 @@ def running(module: nn.Module, name: str) -> Iterator[None]:
 
 def state_rows(y: Any, width: int) -> Tensor:
     """States (*batch, width) as rows (B, width) in float64 on the CPU."""
-    fits = isinstance(y, Tensor) and y.ndim > 0 and y.shape[-1] == width
-    if not fits or not y.numel():
-        shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+    shape = type(y).__name__
+    fits = False
+    if isinstance(y, Tensor):
+        shape = tuple(y.shape)
+        fits = shape[-1:] == (width,) and y.numel() > 0
+    if not fits:
         raise ShapeError(
             f"y must be a tensor (*batch, {width}), but got {shape}."
         )

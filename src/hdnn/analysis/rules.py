@@ -15,9 +15,7 @@ from hdnn.analysis.modules import Result
 
 VANISHED = 1e-4
 SHRUNK = 1e-2  # no gain above this counts as vanished
-FAINT = (
-    1e-3  # a state this small has died out, in whatever units the inputs are
-)
+FAINT = 1e-3  # a state this small has died out, in whatever units inputs are
 EXPLODED = 1e3
 GROWN = 100.0  # states that grow by so much, and to so much, explode with the gradient
 DEAD = 0.5  # of the units of a healthy layer of ReLU can be off for all samples
@@ -83,29 +81,31 @@ class ActivationCount:
     units: int = 0
     dead: int = 0  # units that are flat for all samples
     always: int = 0  # units that are flat for none
-    active: float = (
-        0.0  # the share of samples for which the other units are not flat
-    )
+    active: float = 0.0  # the share of samples where other units are not flat
 
 
 @dataclass
 class Examination:
-    """All that was measured of a model on some inputs."""
+    """All that was measured of a model on some inputs.
 
-    layers: list[LayerGain] = field(
-        default_factory=list
-    )  # up to y_N, which enters the head
+    Attributes:
+        layers: the states up to y_N, which enters the head.
+        activations: how much of each is flat.
+        not_finite: the first module that makes NaN or infinity of finite inputs.
+        bad_gradient: the last state whose gradient is not finite.
+        detached: modules that cut the gradient off.
+        blocked: modules whose weights matter, but have a gradient of 0.
+        unused: parameters that nothing depends on.
+        unknown: what could not be decided.
+    """
+
+    layers: list[LayerGain] = field(default_factory=list)
     activations: list[ActivationCount] = field(default_factory=list)
-    not_finite: str = (
-        ""  # the first module that makes NaN or infinity of finite inputs
-    )
-    bad_gradient: str = ""  # the last state whose gradient is not finite
-    detached: list[str] = field(
-        default_factory=list
-    )  # modules that cut the gradient off
-    unused: list[str] = field(
-        default_factory=list
-    )  # parameters that nothing depends on
+    not_finite: str = ""
+    bad_gradient: str = ""
+    detached: list[str] = field(default_factory=list)
+    blocked: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
 
@@ -115,6 +115,8 @@ def judge(seen: Examination) -> list[Finding]:
     if not findings:
         for rule in (detached, dead, saturated, vanishing, exploding, unused):
             findings += rule(seen)
+    if not any(finding.fault for finding in findings):
+        findings += blocked(seen)
     return sorted(findings, key=lambda finding: not finding.fault)
 
 
@@ -142,27 +144,40 @@ def detached(seen: Examination) -> Iterator[Finding]:
             "detached",
             name,
             f"The output depends on weights at {name} or before, but no gradient leads back to "
-            "them: look for detach(), no_grad(), .data, argmax or rounding there.",
+            "them: look for detach(), no_grad(), .data or argmax there.",
             layers=tuple(seen.detached),
         )
 
 
-def dead(seen: Examination) -> Iterator[Finding]:
-    names = [a.module for a in seen.activations if a.one_sided and _is_dead(a)]
-    if names:
-        first = next(
-            a for a in seen.activations if a.module == names[0] and _is_dead(a)
-        )
-        others = len(set(names)) - 1
-        more = f" (and so in {others} other layers)" if others else ""
+def blocked(seen: Examination) -> Iterator[Finding]:
+    """Where nothing else explains a gradient of 0."""
+    if seen.blocked:
+        name = seen.blocked[0]
         yield Finding(
-            "dead units",
-            names[0],
-            f"{first.dead} of {first.units} units of {first.operation} in {names[0]} are off for "
-            f"all samples{more}: no gradient comes through them.",
-            {"dead": float(first.dead), "units": float(first.units)},
-            layers=tuple(dict.fromkeys(names)),
+            "detached",
+            name,
+            f"The output depends on the weights of {name}, but their gradient is 0: look for "
+            "rounding, signs, comparisons or a wrong backward() behind it.",
+            layers=tuple(seen.blocked),
         )
+
+
+def dead(seen: Examination) -> Iterator[Finding]:
+    counts = [a for a in seen.activations if a.one_sided and _is_dead(a)]
+    if not counts:
+        return
+    first = counts[0]
+    layers = tuple(dict.fromkeys(count.module for count in counts))
+    others = len(layers) - 1
+    more = f" (and so in {others} other layers)" if others else ""
+    yield Finding(
+        "dead units",
+        first.module,
+        f"{first.dead} of {first.units} units of {first.operation} in {first.module} are off for "
+        f"all samples{more}: no gradient comes through them.",
+        {"dead": float(first.dead), "units": float(first.units)},
+        layers=layers,
+    )
 
 
 def _is_dead(a: ActivationCount) -> bool:
@@ -173,9 +188,9 @@ def _is_dead(a: ActivationCount) -> bool:
     """
     if a.dead < DEAD * a.units:
         return False
-    alike = (
-        _tail(a.units, a.dead, DEAD) if a.dead >= MOSTLY_DEAD * a.units else 1.0
-    )
+    alike = 1.0
+    if a.dead >= MOSTLY_DEAD * a.units:
+        alike = _tail(a.units, a.dead, DEAD)
     uneven = _tail(a.dead + a.always, a.dead, 0.5)
     unlucky = _tail(a.units, a.dead, (1 - a.active) ** a.samples)
     return min(alike, max(uneven, unlucky)) < RARE
@@ -225,11 +240,8 @@ def _vanished(between: list[LayerGain], first: LayerGain) -> Finding:
     worst = min(logs)
     blamed = [between[logs.index(worst)]]
     if worst > 0.5 * sum(logs):
-        blamed = [
-            layer
-            for layer, log in zip(between, logs, strict=True)
-            if log <= 0.5 * worst
-        ]
+        pairs = zip(between, logs, strict=True)
+        blamed = [layer for layer, log in pairs if log <= 0.5 * worst]
     rate = median(layer.own for layer in blamed)
     names = list(dict.fromkeys(layer.layer for layer in blamed))
     where = f"{names[0]} lets"
@@ -270,21 +282,20 @@ def exploding(seen: Examination) -> Iterator[Finding]:
 
 
 def unused(seen: Examination) -> Iterator[Finding]:
-    if seen.unused:
-        modules = list(
-            dict.fromkeys(
-                name.rpartition(".")[0] or name for name in seen.unused
-            )
-        )
-        yield Finding(
-            "unused",
-            modules[0],
-            f"{', '.join(modules[:5])}{' and more' if len(modules) > 5 else ''}: not called on "
-            "these inputs, and the output does not depend on the weights there.",
-            {"parameters": float(len(seen.unused))},
-            fault=False,
-            layers=tuple(modules),
-        )
+    if not seen.unused:
+        return
+    modules = [name.rpartition(".")[0] or name for name in seen.unused]
+    layers = list(dict.fromkeys(modules))
+    more = " and more" if len(layers) > 5 else ""
+    yield Finding(
+        "unused",
+        layers[0],
+        f"{', '.join(layers[:5])}{more}: not called on these inputs, and the output does not "
+        "depend on the weights there.",
+        {"parameters": float(len(seen.unused))},
+        fault=False,
+        layers=tuple(layers),
+    )
 
 
 def _ratio(a: float, b: float) -> float:

@@ -78,17 +78,16 @@ def backward_sensitivity(
     """
     states = trajectory(net, y)
     chosen = chosen_layers(layers, net.layers)
-    lost = ~states.isfinite().all(-1).all(0)
+    finite = states.isfinite().all(-1).all(0)[:, None, None]
     n = net.features
     Phi = torch.eye(n, dtype=states.dtype, device=states.device)
     Phi = Phi.repeat(states.shape[1], 1, 1)
     by_layer = {net.layers: Phi}
-    for j, M in backward_factors(
-        net, states, low=min(chosen, default=net.layers)
-    ):
+    low = min(chosen, default=net.layers)
+    for j, M in backward_factors(net, states, low=low):
         Phi = M @ Phi
         if j in chosen:
-            by_layer[j] = Phi.where(~lost[:, None, None], torch.nan)
+            by_layer[j] = Phi.where(finite, torch.nan)
     result = torch.stack([by_layer[j] for j in chosen])
     return result.reshape(len(chosen), *y.shape, n)
 
@@ -112,9 +111,8 @@ def backward_factors(
     size = max(1, MEMORY // bytes_a_layer)
     for high in range(net.layers, low, -size):
         first = max(low, high - size)
-        matrices = net.layer_jacobians(
-            states[first : high + 1], layers=slice(first, high)
-        )
+        layers = slice(first, high)
+        matrices = net.layer_jacobians(states[first : high + 1], layers)
         for j in range(high - 1, first - 1, -1):
             yield j, matrices[j - first]
 
@@ -160,9 +158,11 @@ def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
     """
     name = f"{ord:g}" if isinstance(ord, float) else str(ord)
     order = ORDERS[choose("ord", name, ORDERS)]
-    sizes, finite = _of_finite(
-        Phi, lambda A: torch.linalg.matrix_norm(A, order)
-    )
+
+    def size(A: Tensor) -> Tensor:
+        return torch.linalg.matrix_norm(A, order)
+
+    sizes, finite = _of_finite(Phi, size)
     unknown = Phi.isnan().flatten(-2).any(-1)
     return sizes.where(finite, torch.inf).where(~unknown, torch.nan)
 
@@ -193,9 +193,8 @@ def _of_finite(
         raise ShapeError(
             f"Phi must be matrices (..., n, n), but got {tuple(Phi.shape)}."
         )
-    work = torch.promote_types(
-        Phi.dtype, torch.float32
-    )  # no decompositions in half precision
+    # There are no decompositions in half precision.
+    work = torch.promote_types(Phi.dtype, torch.float32)
     finite = Phi.isfinite().flatten(-2).all(-1)
     matrices = Phi.to(work).where(finite[..., None, None], 0.0)
     return function(matrices).to(Phi.dtype), finite
@@ -230,8 +229,10 @@ def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
     tiny = torch.finfo(Phi.dtype).tiny
     size = norms(Phi).clamp_min(tiny)[..., None, None]
     unit_J = J / norms(J).clamp_min(tiny)
-    P = Phi / size  # so that no square is too large
-    return norms(P.mT @ unit_J @ P - unit_J / size / size)
+    # Divided first, so that no square is too large.
+    P = Phi / size
+    defect = P.mT @ unit_J @ P - unit_J / size / size
+    return norms(defect)
 
 
 def is_symplectic(

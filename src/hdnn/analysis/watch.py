@@ -114,9 +114,8 @@ class Record:
     smallest: list[float]
     median: list[float]
     largest: list[float]
-    of_mean: list[
-        float
-    ]  # the norm of the mean of all samples' matrices, which the paper shows
+    # The norm of the mean of all samples' matrices, which the paper shows.
+    of_mean: list[float]
     missing: int  # samples that could not be computed
 
 
@@ -212,12 +211,10 @@ class GradientMonitor(Watcher):
 
     def _judge(self, record: Record) -> None:
         """Warn the first time that gradients vanish, explode or cannot be computed."""
-        small = [
-            j for j, norm in enumerate(record.median[:-1]) if norm < VANISHED
-        ]
-        large = [
-            j for j, norm in enumerate(record.largest[:-1]) if norm > EXPLODED
-        ]
+        medians = enumerate(record.median[:-1])
+        small = [j for j, norm in medians if norm < VANISHED]
+        largest = enumerate(record.largest[:-1])
+        large = [j for j, norm in largest if norm > EXPLODED]
         if small:
             self._say(
                 "vanish",
@@ -257,14 +254,10 @@ class GradientMonitor(Watcher):
         """All records as text: step, layer, and the norms over the samples."""
         lines = [f"step,layer,{','.join(NAMES)}"]
         for record in self.records:
-            columns = zip(
-                *(getattr(record, name) for name in NAMES), strict=True
-            )
-            for j, values in enumerate(columns):
-                lines.append(
-                    f"{record.step},{j},"
-                    + ",".join(f"{value:.6g}" for value in values)
-                )
+            curves = [getattr(record, name) for name in NAMES]
+            for j, values in enumerate(zip(*curves, strict=True)):
+                texts = [f"{value:.6g}" for value in values]
+                lines.append(",".join([str(record.step), str(j), *texts]))
         return "\n".join([*lines, ""])
 
     def plot(self, ax: Axes | None = None, *, name: str = "smallest") -> Axes:

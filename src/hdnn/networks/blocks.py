@@ -28,10 +28,6 @@ SCOPE = (
 )
 
 
-# What decides what a block computes.
-COMPUTES = ("__call__", "forward", "inverse", "moves", "fields")
-
-
 class ShearLayers(nn.Module):
     """Moves of the two halves of a state along the axis `dim`: what a block and a stack share.
 
@@ -103,14 +99,13 @@ class ShearLayers(nn.Module):
     def symplectic(self) -> bool:
         """True if all modules are gradients of energies."""
         return all(
-            isinstance(field, GradientField)
-            and unknown_reason(field, COMPUTES) is None
+            isinstance(field, GradientField) and unknown_reason(field) is None
             for field in self.fields()
         )
 
     def guarantee(self) -> Guarantee:
         """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
-        reason = unknown_reason(self, COMPUTES)
+        reason = unknown_reason(self)
         if reason is not None:
             why = f"nothing is known of this layer: {reason}"
             return Guarantee(False, "none", why)

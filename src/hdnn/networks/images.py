@@ -473,7 +473,7 @@ class HamiltonianUnit(nn.Module):
         if s >= 0. In training each sample's gradient depends on the batch: the H2 map of the batch
         preserves volume, but nothing is promised for one sample.
         """
-        reason = unknown_reason(self, ("__call__", "forward", "run_layers"))
+        reason = unknown_reason(self)
         sigma = activations.get(self.activation)
         if self.normed and self.training:
             reason = "batch statistics tie the samples together while training; see it in eval()"

@@ -32,17 +32,25 @@ ALWAYS = "at any depth, for any weights and any activation"
 
 Steps = float | Sequence[float] | Tensor
 
-# What decides what a network computes: a subclass with its own has no guarantee but its own.
-COMPUTES = (
-    *(
-        "__call__",
-        "__getattr__",
-        "__getattribute__",
-        "_call_impl",
-        "forward",
-        "trajectory",
-    ),
-    *("layer", "run_layers", "inverse", "forces", "stacks", "weight", "h"),
+# Python calls these by itself, so a class may change what a module computes by them.
+CALLS = (
+    "__call__",
+    "__getattr__",
+    "__getattribute__",
+    "__getitem__",
+    "__iter__",
+    "__len__",
+    "_call_impl",
+)
+# A subclass may have its own of these, and computes the same.
+HARMLESS = (
+    "config",
+    "constants",
+    "extra_repr",
+    "form",
+    "guarantee",
+    "reset_parameters",
+    "smoothness",
 )
 HOOKS = (
     "_forward_pre_hooks",
@@ -50,7 +58,7 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-OURS = ("hdnn", "torch", "builtins")
+OURS = ("hdnn", "torch")
 
 
 @dataclass(frozen=True)
@@ -75,26 +83,59 @@ class Guarantee:
     why: str
 
 
-def unknown_reason(
-    module: nn.Module, names: Sequence[str] = COMPUTES
-) -> str | None:
+def unknown_reason(module: nn.Module) -> str | None:
     """Why the theorems on a module's class may not hold for it, or None.
 
     A subclass outside of hdnn that overrides what is computed may change values and gradients, and
     so may hooks, but for those of PyTorch itself.
     """
-    for name in names:
-        owner = next(
-            (cls for cls in type(module).__mro__ if name in vars(cls)), object
-        )
-        if owner.__module__.split(".")[0] not in OURS or name in vars(module):
-            return f"{type(module).__name__} has its own {name}"
+    kind = type(module)
+    own = [cls for cls in kind.__mro__ if _home(cls) not in (*OURS, "object")]
+    for name in [name for cls in own for name in vars(cls)]:
+        if name in CALLS or _is_computed_by(kind, name):
+            return f"{kind.__name__} has its own {name}"
+    for name in vars(module):
+        if callable(getattr(kind, name, None)):
+            return f"{kind.__name__} has its own {name}"
+    return hook_reason(module)
+
+
+def _is_computed_by(kind: type, name: str) -> bool:
+    """True if hdnn's classes define this name, and what they compute may depend on it."""
+    if name.startswith("__") or name in HARMLESS:
+        return False
+    ours = [cls for cls in kind.__mro__ if _home(cls) == "hdnn"]
+    return any(name in vars(cls) for cls in ours)
+
+
+def hook_reason(module: nn.Module) -> str | None:
+    """Why hooks may change the values or the gradients of a module, or None.
+
+    Of the module, of all modules, and of its parameters.
+    """
+    hooks: dict[str, list[Any]] = {}
     for kind in HOOKS:
-        for hook in getattr(module, kind).values():
-            home = getattr(hook, "__module__", None) or type(hook).__module__
-            if home.split(".")[0] not in OURS:
-                return f"one of its {kind.strip('_').replace('_', ' ')} may change what it computes"
+        everywhere = getattr(nn.modules.module, f"_global{kind}")
+        name = kind.strip("_").replace("_", " ")
+        hooks[name] = [*getattr(module, kind).values(), *everywhere.values()]
+    hooks["hooks of parameters"] = [
+        hook
+        for parameter in module.parameters()
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        for hook in (getattr(parameter, kind) or {}).values()
+    ]
+    for name, functions in hooks.items():
+        if any(_home(function) not in OURS for function in functions):
+            return f"one of its {name} may change what it computes"
     return None
+
+
+def _home(thing: Any) -> str:
+    """The package where a class or a hook is defined."""
+    if thing is object:
+        return "object"
+    module = getattr(thing, "__module__", None) or type(thing).__module__
+    return module.partition(".")[0]
 
 
 class Network(nn.Module):
