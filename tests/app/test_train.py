@@ -19,10 +19,12 @@ pytest.importorskip("typer")
 pytest.importorskip("pandas")
 
 import pandas as pd
+import torch
 
 from hdnn import io
 from hdnn.__main__ import main
 from hdnn.app.config import ImageConfig, RunOptions, TableConfig, all_options
+from hdnn.data import ImageData
 from hdnn.errors import OptionError
 
 
@@ -400,3 +402,19 @@ def test_help_is_quick_and_imports_no_torch(tmp_path):
     assert "--learning-rate" in done.stdout
     assert "<bool>" not in done.stdout
     assert done.stdout.endswith("False\n")
+
+
+def test_a_run_on_images_has_the_picture_of_norms(capsys, monkeypatch):
+    """The picture was lost once: certificates of image networks have parts, not layers."""
+    pytest.importorskip("matplotlib")
+    t = torch.arange(40) % 10
+    images = torch.randint(0, 255, (40, 1, 28, 28), dtype=torch.uint8)
+    sets = (images, t, images, t)
+    names = tuple("0123456789")
+    data = ImageData("mnist", *sets, names, (0.13,), (0.31,))
+    monkeypatch.setattr("hdnn.app.train.load_images", lambda name: data)
+    options = ["--data", "mnist", "--network", "h2", "--layers", "2"]
+    options += ["--epochs", "1", "--images", "40", "--json"]
+    result = json.loads(run(capsys, "train", *options))
+    content = (Path(result["run"]) / "norms.png").read_bytes()
+    assert content.startswith(b"\x89PNG")

@@ -154,6 +154,47 @@ def test_the_first_step_is_that_of_adam_on_loss_and_smoothness(net):
         torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9)
 
 
+def paper_output(head, batches, rate, ridge):
+    """The paper's output layer: an Adam step on each batch, from zero."""
+    with torch.no_grad():
+        for p in head.parameters():
+            p.zero_()
+    adam = torch.optim.Adam(head.parameters(), rate, weight_decay=ridge)
+    for y, t in batches:
+        adam.zero_grad()
+        head.loss(head(y), t).backward()
+        adam.step()
+
+
+def test_the_paper_s_recipe_is_that_of_a_plain_loop():
+    model = make(net=hdnn.H1, layers=6, init="paper")
+    twin = copy.deepcopy(model)
+    x, t = rows(count=64)
+    rate, ridge, alpha = 2.5e-2, 1e-4, 5e-4
+    options = {"learning_rate": rate, "ridge": ridge, "smoothness": alpha}
+    options |= {"solver": "adam", "schedule": "constant", "seed": 3}
+    fit(model, x, t, epochs=4, batch=20, progress=False, **options)
+    net = twin.net
+    adam = torch.optim.Adam(net.parameters(), rate)
+    order = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        for index in torch.randperm(64, generator=order).split(20):
+            y = twin.features(x[index])
+            batch = (y.detach(), t[index])
+            paper_output(twin.head, [batch] * 10, rate, ridge)
+            adam.zero_grad()
+            loss = twin.head.loss(twin.head(y), t[index])
+            (loss + alpha * net.smoothness()).backward()
+            adam.step()
+    y = twin.features(x).detach()
+    order.manual_seed(3)
+    orders = [torch.randperm(64, generator=order) for _ in range(50)]
+    batches = [(y[i], t[i]) for order in orders for i in order.split(20)]
+    paper_output(twin.head, batches, rate, ridge)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
+
+
 def test_a_weight_of_two_is_as_good_as_two_rows():
     x, t = rows()
     twice = torch.ones(60, dtype=torch.float64)

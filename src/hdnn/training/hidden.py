@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,12 +40,16 @@ class HiddenLayers:
         hooked = any(getattr(o, name, None) for o in owners for name in HOOKS)
         plain = getattr(net.forward, "__func__", None) is Network.forward
         constant = isinstance(getattr(net, "h", None), float)
-        self.direct = plain and constant and not hooked
-        self.direct = self.direct and bool(net.scheme.moves)
+        self.direct = (
+            plain and constant and not hooked and bool(net.scheme.moves)
+        )
         # V = K J^T of H1, whose gradient goes to K without autograd.
-        self.turned = isinstance(net, HamiltonianNet) and net.forward_euler
-        self.turned = self.turned and not net.linked
-        self.turned = self.turned and isinstance(net.stacks()[0], nn.Parameter)
+        self.turned = (
+            isinstance(net, HamiltonianNet)
+            and net.forward_euler
+            and not net.linked
+            and isinstance(net.stacks()[0], nn.Parameter)
+        )
         self.plans: dict[int, Plan] = {}  # by number of samples
         self.last: tuple[Any, ...] = ()  # the last forward pass
         self.has_smoothness = hasattr(net, "smoothness") and hasattr(net, "h")
@@ -165,10 +168,15 @@ class Adam:
         self.parameters = parameters
         self.decays = decays
         self.values = [numbers(p) for p in parameters]
-        self.sizes = [p.numel() for p in parameters]
-        flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
-        self.m = numbers(flat)
-        self.v = numbers(flat.clone())
+        self.places: list[slice] = []  # of the parameters in the vector
+        end = 0
+        for p in parameters:
+            start = end
+            end += p.numel()
+            self.places.append(slice(start, end))
+        zeros = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
+        self.m = numbers(zeros)
+        self.v = numbers(zeros.clone())
         self.count = 0
 
     def step(self, rate: float, clip: float | None = None) -> float:
@@ -177,22 +185,16 @@ class Adam:
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            pieces.append(numbers(p.grad).reshape(-1))
-        g: Any = (
-            np.concatenate(pieces)
-            if isinstance(self.m, np.ndarray)
-            else torch.cat(pieces)
-        )
+            pieces.append(p.grad.reshape(-1))
+        g = numbers(torch.cat(pieces))
         norm = math.sqrt(float(g @ g))
         if clip is not None and not norm <= clip:
             g *= clip / (norm + 1e-6)
-        start = 0
-        for values, size, decay in zip(
-            self.values, self.sizes, self.decays, strict=True
+        for values, place, decay in zip(
+            self.values, self.places, self.decays, strict=True
         ):
             if decay:
-                g[start : start + size] += decay * values.reshape(-1)
-            start += size
+                g[place] += decay * values.reshape(-1)
         self.count += 1
         self.m *= 0.9
         self.m += 0.1 * g
@@ -205,15 +207,17 @@ class Adam:
         root += 1e-8
         move = self.m / root
         move *= rate / (1 - 0.9**self.count)
-        start = 0
-        for values, size in zip(self.values, self.sizes, strict=True):
-            values -= move[start : start + size].reshape(values.shape)
-            start += size
+        for values, place in zip(self.values, self.places, strict=True):
+            values -= move[place].reshape(values.shape)
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        slots = {"m": torch.as_tensor(self.m), "v": torch.as_tensor(self.v)}
-        return {"state": {0: {**slots, "count": torch.tensor(self.count)}}}
+        slots = {
+            "m": torch.as_tensor(self.m),
+            "v": torch.as_tensor(self.v),
+            "count": torch.tensor(self.count),
+        }
+        return {"state": {0: slots}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         slots = state["state"][0]

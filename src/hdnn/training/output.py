@@ -8,6 +8,7 @@ is little ridge: it is solved in NumPy, in float64, whatever the device and dtyp
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -19,9 +20,8 @@ from torch import Tensor
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
 
 Head = RegressionHead | SigmoidHead | SoftmaxHead
-Batch = tuple[
-    Tensor, Tensor, Tensor | None
-]  # features, targets, weights of the samples
+# features, targets, weights of the samples
+Batch = tuple[Tensor, Tensor, Tensor | None]
 
 SOLVERS = ("newton", "adam", "joint")
 # For a minibatch, from zero. Fewer Newton steps from the output layer of the minibatch before are
@@ -73,35 +73,36 @@ class OutputProblem:
             weights = weight.numpy(force=True).astype(np.float64)
             self.share = (weights / weights.sum())[:, None]
 
-    def rows(self, index: np.ndarray) -> OutputProblem:
+    def rows(self, index: slice | np.ndarray) -> OutputProblem:
         """The problem of some of the samples."""
-        part = object.__new__(OutputProblem)
-        part.softmax = self.softmax
-        part.regression = self.regression
-        part.A = self.A[index]
-        part.T = self.T[index]
-        part.share = self.share[index]
-        part.share /= part.share.sum()
-        return part
+        problem = copy.copy(self)
+        problem.A = self.A[index]
+        problem.T = self.T[index]
+        share = self.share[index]
+        problem.share = share / share.sum()
+        return problem
 
     def log_sum(self, S: np.ndarray) -> np.ndarray:
         """The logarithm of the sum of exp(S) over the classes: (B, 1)."""
         if not self.softmax:
             return np.logaddexp(0.0, S)
         highest = S.max(1, keepdims=True)
-        return highest + np.log(np.exp(S - highest).sum(1, keepdims=True))
+        total = np.exp(S - highest).sum(1, keepdims=True)
+        return highest + np.log(total)
 
     def loss(self, S: np.ndarray) -> tuple[float, np.ndarray]:
         """The mean loss of scores, and the predictions."""
         if self.regression:
             error = S - self.T
-            return float(np.vdot(self.share * error, error)) / S.shape[1], S
+            squares = np.vdot(self.share * error, error)
+            return float(squares) / S.shape[1], S
         log_sum = self.log_sum(S)
         if self.softmax:
             right = np.take_along_axis(S, self.T[:, None], 1)
         else:
             right = S * self.T
-        return float(np.vdot(self.share, log_sum - right)), np.exp(S - log_sum)
+        loss = np.vdot(self.share, log_sum - right)
+        return float(loss), np.exp(S - log_sum)
 
     def predictions(self, S: np.ndarray) -> np.ndarray:
         if self.regression:
@@ -118,39 +119,47 @@ class OutputProblem:
         else:
             residual = P - self.T
         residual *= self.share
-        return residual * (2 / P.shape[1]) if self.regression else residual
+        if self.regression:
+            residual *= 2 / P.shape[1]
+        return residual
 
     def hessian(self, P: np.ndarray) -> np.ndarray:
         """The Hessian of the mean loss in all of W, row by row: (c d, c d)."""
         A = self.A
-        c, d = P.shape[1], A.shape[1]
+        c = P.shape[1]
+        d = A.shape[1]
         if self.regression:
             curvature = np.full_like(P, 2 / c)
         else:
             curvature = P if self.softmax else P * (1 - P)
         curvature = curvature * self.share
-        H = np.zeros((c, d, c, d))
+        blocks = np.zeros((c, d, c, d))
         for i in range(c):
-            H[i, :, i] = A.T @ (A * curvature[:, i : i + 1])
-        H = H.reshape(c * d, c * d)
+            scaled = A * curvature[:, i : i + 1]
+            blocks[i, :, i] = A.T @ scaled
+        H = blocks.reshape(c * d, c * d)
         if self.softmax:  # diag(P) - P P^T
-            M = (P[:, :, None] * A[:, None, :]).reshape(len(A), c * d)
+            M = P[:, :, None] * A[:, None, :]
+            M = M.reshape(len(A), c * d)
             H -= M.T @ (M * self.share)
         return H
 
     def score(self, S: np.ndarray) -> float:
         """The share of right classes; the mean of R^2 over the outputs of a regression."""
         if self.softmax:
-            return float(self.share[S.argmax(1) == self.T].sum())
+            right = S.argmax(1) == self.T
+            return float(self.share[right].sum())
         if not self.regression:
-            return float(np.vdot(self.share, (S > 0) == (self.T > 0.5)))
+            right = (S > 0) == (self.T > 0.5)
+            return float(np.vdot(self.share, right))
         mean = (self.T * self.share).sum(0)
         spread = ((self.T - mean) ** 2 * self.share).sum(0)
         error = ((self.T - S) ** 2 * self.share).sum(0)
         differ = spread > 0
         if not differ.any():
             return math.nan
-        return float((1 - error[differ] / spread[differ]).mean())
+        unexplained = error[differ] / spread[differ]
+        return float(1 - unexplained.mean())
 
 
 class Output:
@@ -222,19 +231,23 @@ class Output:
             root = np.sqrt(v)
             root *= (1 - 0.999**count) ** -0.5
             root += 1e-8
-            W -= (0.1 * self.rate / (1 - 0.9**count)) * m / root
+            rate = 0.1 * self.rate / (1 - 0.9**count)
+            W -= rate * m / root
         return W
 
 
 def _minibatches(
     problem: OutputProblem, size: int, generator: torch.Generator
 ) -> Iterable[OutputProblem]:
+    """All samples in a new order for each step of the refit, but for empty minibatches."""
+    count = len(problem.A)
     for _ in range(REFIT_STEPS):
-        order = torch.randperm(len(problem.A), generator=generator)
-        for index in order.split(size):
-            rows = index.numpy()
-            if problem.share[rows].any():
-                yield problem.rows(rows)
+        order = torch.randperm(count, generator=generator)
+        shuffled = problem.rows(order.numpy())
+        for start in range(0, count, size):
+            rows = slice(start, start + size)
+            if shuffled.share[rows].any():
+                yield shuffled.rows(rows)
 
 
 def newton(
@@ -266,13 +279,16 @@ def newton(
             S_new = S - move
             loss, P = problem.loss(S_new)
             trial = loss + 0.5 * ridge * np.vdot(W_new, W_new)
-            if trial <= value - 1e-4 * 0.5**halvings * decrease:
+            expected = 1e-4 * 0.5**halvings * decrease
+            if trial <= value - expected:
                 break
             step *= 0.5
             move *= 0.5
         else:
             break
-        W, S, value = W_new, S_new, trial
+        W = W_new
+        S = S_new
+        value = trial
     return W
 
 
