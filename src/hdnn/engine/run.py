@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -58,7 +59,8 @@ INSTALLED = {
 WIDEST = (
     192  # features of a state on the CPU; beyond, the plain loop is as fast
 )
-WIDEST_TILE = 128  # features that a program on the GPU keeps in registers
+WIDEST_TILE = 64  # features that a program on the GPU keeps in registers
+WIDEST_ROUNDED_TILE = 128  # the same with rounded factors, on tensor cores
 SHARE = 8  # stored states take at most this part of the memory: one in so many
 REMEMBERED = 1024
 
@@ -348,11 +350,13 @@ def matmul_precision(settings: Settings, dtype: torch.dtype) -> str:
     return {"high": "tf32", "medium": "bf16"}.get(setting, "ieee")
 
 
-def kernels(stack: Stack) -> Any:
+def kernels(stack: Stack, precision: str) -> Any:
     """The module whose `Kernel` runs a stack; imported late, for its compiler is large."""
+    rounded = precision in ("tf32", "bf16")
+    widest = WIDEST_ROUNDED_TILE if rounded else WIDEST_TILE
     if stack.device.type == "cpu":
         from hdnn.engine import cpu as module
-    elif stack.width <= WIDEST_TILE:
+    elif stack.width <= widest:
         from hdnn.engine import gpu as module
     else:
         from hdnn.engine import wide as module
@@ -369,7 +373,8 @@ def backprop_of(stack: Stack, fused: bool, settings: Settings) -> str:
         )
     if backprop != "auto" or not fused:
         return backprop
-    count = kernels(stack).saved_size(stack, settings.precision)
+    precision = settings.precision
+    count = kernels(stack, precision).saved_size(stack, precision)
     size = count * stack.dtype.itemsize
     return (
         "checkpoint" if size > device_bytes(stack.device) / SHARE else "stored"
@@ -381,13 +386,13 @@ def method(stack: Stack, fused: bool, settings: Settings) -> Any:
     backprop = backprop_of(stack, fused, settings)
     make: Callable[[Stack], Any] = Definition
     if fused and stack.device.type == "cpu":
-        make = kernels(stack).Kernel
+        make = kernels(stack, settings.precision).Kernel
     elif fused:
         how = {
             "precision": settings.precision,
             "deterministic": settings.deterministic,
         }
-        make = partial(kernels(stack).Kernel, **how)
+        make = partial(kernels(stack, settings.precision).Kernel, **how)
     return METHODS[backprop](stack, make)
 
 
@@ -527,18 +532,13 @@ def _filled(tensors: Sequence[Tensor], stack: Stack) -> tuple[Any, ...]:
     return tuple(filled)
 
 
-def _needed(values: Sequence[Any], stack: Stack) -> list[Any]:
-    """The values of those tensors of a stack that need a gradient."""
-    return list(itertools.compress(values, stack.places))
-
-
 # With less around a call than `custom_op` has, which takes longer than a small stack.
 library.define(
     "hdnn::stack", "(Tensor y, Tensor[] tensors, str text) -> (Tensor, Tensor)"
 )
 library.define(
     "hdnn::stack_backward",
-    "(Tensor g, Tensor y, Tensor saved, Tensor[] tensors, str text) -> Tensor[]",
+    "(Tensor g, Tensor y, Tensor saved, Tensor[] tensors, str text) -> (Tensor, Tensor)",
 )
 
 
@@ -559,7 +559,7 @@ def _(y: Tensor, tensors: Sequence[Tensor], text: str) -> Any:
     settings = Settings(backprop=backprop, precision=precision)
     backprop = backprop_of(stack, True, settings)
     if backprop == "stored":
-        shape = (kernels(stack).saved_size(stack, precision),)
+        shape = (kernels(stack, precision).saved_size(stack, precision),)
     elif backprop == "checkpoint":
         shape = (len(Checkpoint.bounds(stack.layers)) - 1, *y.shape)
     else:
@@ -570,22 +570,22 @@ def _(y: Tensor, tensors: Sequence[Tensor], text: str) -> Any:
 @library.impl("hdnn::stack_backward", "default")
 def _backward(
     g: Tensor, y: Tensor, saved: Tensor, tensors: Sequence[Tensor], text: str
-) -> list[Tensor]:
-    """The gradients of y, and of those tensors that need one."""
+) -> tuple[Tensor, Tensor]:
+    """The gradient of y, and those of the tensors that need one, in one copy."""
     precision = matmul_precision(Settings(), y.dtype)
     stack, kernel = _kernel(*_described(y, tensors, text), precision=precision)
     with torch.no_grad():
         weights = _filled(tensors, stack)
         g_y, *grads = gradients(kernel, y, saved, g, weights)
-    # Copies: kernels return pieces of one buffer, and an operator may not.
-    return [grad.clone() for grad in (g_y, *_needed(grads, stack))]
+    needed = itertools.compress(grads, stack.places)
+    return g_y, torch.cat([grad.reshape(-1) for grad in needed])
 
 
 @library.register_fake("hdnn::stack_backward")
 def _(g: Tensor, y: Tensor, saved: Tensor, tensors: Any, text: str) -> Any:
     stack, _ = _stack(*_described(y, tensors, text))
-    weights = _needed(_filled(tensors, stack), stack)
-    return [torch.empty_like(t) for t in (y, *weights)]
+    shapes = [place[1] for place in stack.places if place is not None]
+    return torch.empty_like(y), y.new_empty(sum(map(math.prod, shapes)))
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -596,12 +596,16 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _differentiate(ctx: Any, g: Tensor, _: Any) -> Any:
     y, saved, *tensors = ctx.saved_tensors
-    g_y, *needed = OPERATORS.stack_backward(g, y, saved, tensors, ctx.text)
+    g_y, flat = OPERATORS.stack_backward(g, y, saved, tensors, ctx.text)
     stack, _ = _stack(*_described(y, tensors, ctx.text))
-    grads = []
+    grads: list[Any] = []
     for t, place in zip(_filled(tensors, stack), stack.places, strict=True):
-        if t is not None:
-            grads.append(needed.pop(0) if place else None)
+        if place is not None:
+            count = math.prod(place[1])
+            grads.append(flat[:count].view(place[1]))
+            flat = flat[count:]
+        elif t is not None:
+            grads.append(None)
     return g_y, grads, None
 
 
