@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,33 @@ def test_the_kernel_has_the_states_and_gradients_of_the_definition(seed):
         outcomes.append([trajectory.detach(), *gradients])
     for want, got in zip(*outcomes, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+ONE_HORIZON = """
+from hdnn import control
+problem = control.crossing(steps=4, engine="fused")
+print(problem.loop(problem.start()).square().sum().item())
+"""
+
+
+def test_damaged_files_of_compiled_kernels_are_written_anew(tmp_path: Path):
+    pytest.importorskip("numba")
+    variables = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def output() -> str:
+        command = [sys.executable, "-c", ONE_HORIZON]
+        return subprocess.run(
+            command, env=variables, capture_output=True, text=True, check=True
+        ).stdout
+
+    expected = output()
+    for ending, share in ((".nbi", 0.0), (".nbc", 0.5)):
+        files = [f for f in tmp_path.rglob("*") if f.suffix == ending]
+        assert files
+        for file in files:
+            content = file.read_bytes()
+            file.write_bytes(content[: int(share * len(content))])
+        assert output() == expected
 
 
 def test_chords_of_the_kernel_are_exact():
