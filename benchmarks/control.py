@@ -196,9 +196,8 @@ def trainings(sizes: dict[str, int]) -> dict[str, list[float]]:
     problem = control.crossing("ring")
     ratios: dict[str, list[float]] = {}
     for starts in (1, 4):
-        ours = control.LoopTraining(
-            control.crossing("ring"), iterations=10**6, batch=starts
-        )
+        loop = control.crossing("ring")
+        ours = control.LoopTraining(loop, iterations=10**6, batch=starts)
         authors = step_of(Authors(problem), starts)
         engineer = step_of(Authors(problem, written_out=True), starts)
         rivals = {

@@ -343,6 +343,34 @@ def test_a_training_takes_any_function_as_its_cost():
     assert history["cost"][-1] < history["cost"][0]
 
 
+def test_a_platoon_in_one_dimension_learns_a_cost_of_its_own():
+    plant = control.robots(-2.0 * torch.arange(4)[:, None], damping=0.5)
+    z = torch.stack([-torch.arange(4.0), torch.zeros(4)], 1)
+    controller = control.Controller(
+        4, steps=20, inputs=1, links=[(0, 1), (1, 2), (2, 3)], dissipation=2.0
+    )
+    loop = control.ClosedLoop(plant, controller, step=0.1)
+
+    def uneven(loop: control.ClosedLoop, trajectory: Tensor) -> Tensor:
+        gaps = trajectory[..., :-1, 0] - trajectory[..., 1:, 0]
+        return loop.step * (gaps - 2).square().sum((0, -1)).mean()
+
+    problem = control.LoopProblem(
+        loop, z, cost=uneven, radius=0.2, collision=0.3
+    )
+    starts = problem.starts(50)
+    momenta = starts[..., 1]
+    assert torch.equal(momenta, torch.zeros_like(momenta))
+    assert float((starts[..., 0] - z[:, 0]).abs().max()) <= 0.2
+    training = control.LoopTraining(problem, iterations=20)
+    history = training.run(progress=False)
+    assert history["cost"][-1] < history["cost"][0]
+    trajectory = loop(training.starts(19)).detach()
+    gaps = trajectory[..., :-1, 0] - trajectory[..., 1:, 0]
+    assert history["distance"][-1] == pytest.approx(float(gaps.min()), abs=0.05)
+    assert training.certify().holds
+
+
 def test_a_training_that_is_resumed_has_the_bits_of_one_that_was_not(
     tmp_path: Path,
 ):

@@ -18,9 +18,8 @@ from hdnn.control.plant import robots
 from hdnn.errors import DataError, OptionError, ShapeError
 
 TRIES = 100  # draws of colliding starts before giving up
-SWIRL = (
-    3.0  # seconds for which controllers push their robots to one side at first
-)
+# Seconds for which controllers push their robots to one side at first.
+SWIRL = 3.0
 
 
 @dataclass(eq=False)
@@ -57,12 +56,8 @@ class LoopProblem:
         N = self.loop.plant.agents
         p = self.loop.plant.states
         self.z = torch.as_tensor(self.z).detach().double()
-        self.xi = (
-            torch.as_tensor(self.xi)
-            .detach()
-            .double()
-            .expand(N, self.loop.controller.states)
-        )
+        xi = torch.as_tensor(self.xi).detach().double()
+        self.xi = xi.expand(N, self.loop.controller.states)
         if self.z.shape != (N, p):
             raise ShapeError(
                 f"z must be {(N, p)}, a row an agent, but is {tuple(self.z.shape)}."
@@ -78,8 +73,9 @@ class LoopProblem:
 
     @property
     def dimensions(self) -> int:
-        """The number of coordinates of a position."""
-        return getattr(self.cost, "dimensions", 2)
+        """The coordinates of a position: those of the cost, or one for each input of an agent."""
+        own = getattr(self.cost, "dimensions", None)
+        return own or self.loop.plant.inputs
 
     def start(self) -> Tensor:
         """States of the loop at z and xi, `(N, n)`."""
@@ -105,10 +101,9 @@ class LoopProblem:
         z = self.z.repeat(count, 1, 1)
         again = torch.arange(count)
         for _ in range(TRIES):
+            z[again] = self.z
             moves = torch.from_numpy(self._moves(source, len(again), disc))
-            z[again, :, : self.dimensions] = (
-                self.z[:, : self.dimensions] + self.radius * moves
-            )
+            z[again, :, : self.dimensions] += self.radius * moves
             again = again[self._colliding(z[again])]
             if not len(again):
                 return self.loop.start(z, self.xi)
@@ -120,11 +115,7 @@ class LoopProblem:
     def _moves(
         self, source: np.random.Generator, count: int, disc: bool
     ) -> np.ndarray:
-        shape = (
-            count,
-            self.loop.plant.agents,
-            min(self.dimensions, self.loop.plant.states),
-        )
+        shape = count, self.loop.plant.agents, self.dimensions
         if not disc:
             return source.uniform(-1, 1, shape)
         way = source.standard_normal(shape)
