@@ -95,9 +95,9 @@ class Plant(nn.Module):
             raise OptionError(
                 "weights must be >= 0, or the energy has no lower bound."
             )
-        names = [activation] * r
-        if not isinstance(activation, str):
-            names = list(activation)
+        names = list(activation)
+        if isinstance(activation, str):
+            names = [activation] * r
         if len(names) != r:
             raise ShapeError(
                 f"activation must be one name or {r} names, but got {activation!r}."

@@ -176,21 +176,17 @@ def crossing(
             12, steps, links=links, dissipation=[0.0, 0.0, 12.0, 12.0]
         )
     identity = torch.eye(2, dtype=torch.float64)
-    time = horizon / steps * torch.arange(steps)
+    springs = torch.block_diag(0.5 * identity, 2 * identity)
+    ports = torch.cat([identity, 3 * identity])
+    h = horizon / steps
+    time = h * torch.arange(steps)
     push = torch.where(time < SWIRL, -2 * torch.cos(math.pi * time / 6), 0.0)
     aside = torch.stack([-z[:, 1], z[:, 0]], 1) / 3
     with torch.no_grad():
-        controller.K.copy_(
-            torch.block_diag(0.5 * identity, 2 * identity) + normal(12, 4, 4)
-        )
-        controller.G.copy_(
-            torch.cat([identity, 3 * identity]) + normal(12, 4, 2)
-        )
+        controller.K.copy_(springs + normal(12, 4, 4))
+        controller.G.copy_(ports + normal(12, 4, 2))
         controller.b[..., :2].copy_(push.view(-1, 1, 1) * aside)
         controller.C.copy_(normal(*controller.C.shape))
-    loop = ClosedLoop(
-        robots(-z[:, :2]), controller, horizon / steps, engine=engine
-    )
-    return LoopProblem(
-        loop, z, torch.tensor([0.0, 0.0, 3.0, 3.0]), cost or Cost()
-    )
+    loop = ClosedLoop(robots(-z[:, :2]), controller, h, engine=engine)
+    xi = torch.tensor([0.0, 0.0, 3.0, 3.0])
+    return LoopProblem(loop, z, xi, cost or Cost())
