@@ -1,16 +1,14 @@
 """Closed loops of many agents: the crossing of twelve robots, trained, tried and timed.
 
-    python benchmarks/control.py --quick
-    python benchmarks/control.py --out docs/results
-
-The time of a training is compared with the authors' algorithm, for which torchdiffeq is needed;
-without it that row is left out.
+python benchmarks/control.py --quick
+python benchmarks/control.py --out docs/results
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,61 +18,41 @@ from torch import Tensor, nn
 from hdnn import control
 from hdnn.errors import ConvergenceError
 
-SIZES = {
-    "full": {
-        "iterations": 300,
-        "seeds": 5,
-        "runs": 200,
-        "random": 1000,
-        "turns": 15,
-    },
-    "quick": {
-        "iterations": 4,
-        "seeds": 1,
-        "runs": 10,
-        "random": 10,
-        "turns": 1,
-    },
-}
+QUICK = {"iterations": 4, "seeds": 1, "runs": 10, "random": 10, "turns": 1}
+FULL = {"iterations": 300, "seeds": 5, "runs": 200, "random": 1000, "turns": 15}
 STARTS = 10**6  # a seed that no training has
+RING = [(0, 1), (1, 2), (2, 3), (0, 3)]
 
 
-def trained(sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """Trainings of several seeds: collisions over one horizon, and the cost over ten."""
-    rows = []
-    for seed in range(sizes["seeds"]):
-        problem = control.crossing("ring", seed)
-        training = control.LoopTraining(problem, iterations=sizes["iterations"])
-        bounded = []
-        start = time.perf_counter()
-        for quarter in range(4):
-            until = quarter * sizes["iterations"] // 4
-            training.run(progress=False, until=until)
-            bounded.append(is_bounded(problem))
-        training.run(progress=False)
-        seconds = time.perf_counter() - start
-        y = problem.starts(sizes["runs"], seed=STARTS, disc=True)
-        with torch.no_grad():
-            trajectory = problem.loop(y, horizons=10)
-            first = trajectory[: problem.loop.controller.steps + 1]
-            hits = int(control.collisions(first, problem.collision).sum())
-            cost = control.Cost(smoothness=0, end=0, barrier=0)
-            ten = cost(problem.loop, trajectory)
-            growth = float(ten / cost(problem.loop, first)) - 1
-        certificate = training.certify()
-        rows.append(
-            {
-                "seed": seed,
-                "seconds": seconds,
-                "runs": sizes["runs"],
-                "collisions": hits,
-                "growth": growth,
-                "bounded": bounded,
-                "violation": certificate.violation,
-                "holds": certificate.holds,
-            }
-        )
-    return rows
+def trained(sizes: dict[str, int], seed: int) -> dict[str, Any]:
+    """One training: collisions over a horizon, and the cost over ten."""
+    problem = control.crossing("ring", seed)
+    training = control.LoopTraining(problem, iterations=sizes["iterations"])
+    bounded = []
+    start = time.perf_counter()
+    for quarter in range(4):
+        until = quarter * sizes["iterations"] // 4
+        training.run(progress=False, until=until)
+        bounded.append(is_bounded(problem))
+    training.run(progress=False)
+    seconds = time.perf_counter() - start
+    y = problem.starts(sizes["runs"], seed=STARTS, disc=True)
+    with torch.no_grad():
+        trajectory = problem.loop(y, horizons=10)
+    first = trajectory[: problem.loop.controller.steps + 1]
+    cost = control.Cost(smoothness=0, end=0, barrier=0)
+    costs = [cost(problem.loop, part).detach() for part in (first, trajectory)]
+    certificate = training.certify()
+    return {
+        "seed": seed,
+        "seconds": seconds,
+        "runs": sizes["runs"],
+        "collisions": int(control.collisions(first, problem.collision).sum()),
+        "growth": float(costs[1] / costs[0]) - 1,
+        "bounded": bounded,
+        "violation": certificate.violation,
+        "holds": certificate.holds,
+    }
 
 
 def is_bounded(problem: control.LoopProblem) -> bool:
@@ -88,184 +66,117 @@ def is_bounded(problem: control.LoopProblem) -> bool:
     return bool(energy.isfinite().all() and (energy[1:] <= largest).all())
 
 
+def violation(number: int) -> float:
+    """The error of the balance of four robots with random weights, scales and steps."""
+    source = torch.Generator().manual_seed(number)
+    u, v = torch.rand(2, generator=source).tolist()
+    scale = 10 ** (3 * u - 2)
+    heat = 5 * torch.rand(4, 4, generator=source)
+    controller = control.Controller(4, 20, links=RING, dissipation=heat)
+    with torch.no_grad():
+        for weight in controller.parameters():
+            drawn = torch.randn(weight.shape, generator=source)
+            weight.copy_(scale * drawn)
+    plant = control.robots(3 * torch.randn(4, 2, generator=source))
+    loop = control.ClosedLoop(plant, controller, step=10 ** (3 * v - 3))
+    y = loop.start(3 * torch.randn(1, 4, 4, generator=source))
+    return float(loop.balance(y, horizons=10).violation.max())
+
+
 def random_controllers(count: int) -> dict[str, Any]:
-    """The balance of four robots on a ring for random weights, scales and steps."""
-    worst = 0.0
-    unsolved = 0
+    errors = []
     for number in range(count):
-        source = torch.Generator().manual_seed(number)
-        u, v = torch.rand(2, generator=source).tolist()
-        scale = 10 ** (3 * u - 2)
-        heat = 5 * torch.rand(4, 4, generator=source)
-        ring = [(0, 1), (1, 2), (2, 3), (0, 3)]
-        controller = control.Controller(4, 20, links=ring, dissipation=heat)
-        with torch.no_grad():
-            for weight in controller.parameters():
-                weight.copy_(
-                    scale * torch.randn(weight.shape, generator=source)
-                )
-        plant = control.robots(3 * torch.randn(4, 2, generator=source))
-        loop = control.ClosedLoop(plant, controller, step=10 ** (3 * v - 3))
-        y = loop.start(3 * torch.randn(1, 4, 4, generator=source))
         try:
-            worst = max(
-                worst, float(loop.balance(y, horizons=10).violation.max())
-            )
+            errors.append(violation(number))
         except ConvergenceError:
-            unsolved += 1
-    return {"controllers": count, "violation": worst, "unsolved": unsolved}
+            continue
+    unsolved = count - len(errors)
+    largest = max(errors)
+    return {"controllers": count, "violation": largest, "unsolved": unsolved}
 
 
 class Authors(nn.Module):
     """The crossing as one system of 48 + 48 states by forward Euler, as the authors train it.
 
-    Dense weights times masks, and the gradient of the energy by autograd in each evaluation. With
-    `integrate=None`, as a good engineer would: masks once, the gradient written out, and a loop.
+    Dense weights times masks, and the gradient of the energy by autograd, in each step. With
+    `written_out`, as a good engineer would: masks once, and the gradient as a formula.
     """
 
     def __init__(
-        self, problem: control.LoopProblem, integrate: Any = None
+        self, problem: control.LoopProblem, written_out: bool = False
     ) -> None:
         super().__init__()
-        loop = problem.loop
-        plant = loop.plant
-        controller = loop.controller
+        plant = problem.loop.plant
+        controller = problem.loop.controller
         N, c = controller.agents, controller.states
         self.problem = problem
-        self.integrate = integrate
-        self.h = loop.step
+        self.written_out = written_out
+        self.h = problem.loop.step
         blocks = torch.block_diag
-        weights = {
-            name: w.detach().float()
-            for name, w in controller.named_parameters()
-        }
-        C = torch.zeros(N * c, N * c)
-        for (i, k), block in zip(controller.links, weights["C"], strict=True):
-            C[i * c : i * c + c, k * c : k * c + c] = block
-        self.K = nn.Parameter(
-            torch.stack([blocks(*step) for step in weights["K"]])
+        K, b, G, couplings = (
+            weight.detach().float() for weight in controller.parameters()
         )
-        self.b = nn.Parameter(weights["b"].flatten(1).clone())
-        self.G = nn.Parameter(blocks(*weights["G"]))
-        self.C = nn.Parameter(C)
-        self.masks = {
-            name: (w.detach() != 0).float()
-            for name, w in self.named_parameters()
-        }
+        C = torch.zeros(N, c, N, c)
+        for (i, k), coupling in zip(controller.links, couplings, strict=True):
+            C[i, :, k] = coupling
+        self.K = nn.Parameter(torch.stack([blocks(*step) for step in K]))
+        self.b = nn.Parameter(b.flatten(1).clone())
+        self.G = nn.Parameter(blocks(*G))
+        self.C = nn.Parameter(C.reshape(N * c, N * c))
+        weights = (self.K[0], self.G, self.C)
+        self.masks = [(w.detach() != 0).float() for w in weights]
         self.move = blocks(*(plant.J - plant.R).float())
         self.port = blocks(*plant.g.float())
-        self.damped = (
-            blocks(*[controller.J.float()] * N)
-            - controller.R.flatten().float().diag()
-        )
+        damping = controller.R.flatten().float().diag()
+        self.damped = blocks(*[controller.J.float()] * N) - damping
         self.rest = plant.rest().float().flatten()
 
-    def masked(self, name: str) -> Tensor:
-        return getattr(self, name) * self.masks[name]
+    def masked(self, steps: Any = slice(None)) -> list[Tensor]:
+        """K of some steps, G and C."""
+        weights = (self.K[steps], self.G, self.C)
+        return [w * mask for w, mask in zip(weights, self.masks, strict=True)]
 
-    def field(self, t: Tensor, y: Tensor) -> Tensor:
-        step = min(int(float(t) / self.h + 0.5), len(self.K) - 1)
-        with torch.enable_grad():
-            y = y if y.requires_grad else y.requires_grad_()
-            z, xi = y.chunk(2, -1)
-            rows = xi @ (self.K[step] * self.masks["K"][step]).T + self.b[step]
-            energy = (
-                0.5 * (z - self.rest).square().sum()
-                + torch.log(torch.cosh(rows)).sum()
-            )
+    def field(
+        self, t: int, y: Tensor, K: Tensor, G: Tensor, C: Tensor
+    ) -> Tensor:
+        y = y if y.requires_grad else y.requires_grad_()
+        z, xi = y.chunk(2, -1)
+        rows = xi @ K.T + self.b[t]
+        if self.written_out:
+            f, f_c = z - self.rest, torch.tanh(rows) @ K
+        else:
+            energy = 0.5 * (z - self.rest).square().sum()
+            energy = energy + torch.log(torch.cosh(rows)).sum()
             f, f_c = torch.autograd.grad(energy, (z, xi), create_graph=True)
-        G, C = self.masked("G"), self.masked("C")
         to_z = f @ self.move.T - f_c @ G @ self.port.T
         to_xi = f_c @ (self.damped + C - C.T).T + f @ self.port @ G.T
         return torch.cat([to_z, to_xi], -1)
 
     def forward(self, y: Tensor) -> Tensor:
         """The trajectory `(T + 1, B, 12, 8)` from states `(B, 12, 8)`."""
-        z, xi = y.float().split(4, -1)
-        y = torch.cat([z.flatten(1), xi.flatten(1)], -1)
-        if self.integrate is not None:
-            times = self.h * torch.arange(len(self.K) + 1)
-            states = self.integrate(self.field, y, times, method="euler")
-        else:
-            states = self.plain(y)
-        halves = [half.unflatten(-1, (12, 4)) for half in states.chunk(2, -1)]
-        return torch.cat(halves, -1)
-
-    def plain(self, y: Tensor) -> Tensor:
-        K, G, C = self.masked("K"), self.masked("G"), self.masked("C")
-        port = G @ self.port.T
-        top = torch.cat([self.move.T, port.T], 1)
-        move = torch.cat(
-            [top, torch.cat([-port, (self.damped + C - C.T).T], 1)]
-        )
-        states = [y]
-        for K_t, b_t in zip(K, self.b, strict=True):
-            slope = torch.tanh(torch.addmm(b_t, y[:, 48:], K_t.T)) @ K_t
-            y = torch.addmm(
-                y,
-                torch.cat([y[:, :48] - self.rest, slope], -1),
-                move,
-                alpha=self.h,
-            )
-            states.append(y)
-        return torch.stack(states)
+        z, xi = (x.flatten(1) for x in y.float().split(4, -1))
+        K, G, C = self.masked()
+        states = [torch.cat([z, xi], -1)]
+        for t in range(len(self.K)):
+            weights = (K[t], G, C) if self.written_out else self.masked(t)
+            slope = self.field(t, states[-1], *weights)
+            states.append(states[-1] + self.h * slope)
+        z, xi = torch.stack(states).unflatten(-1, (2, 12, 4)).unbind(-3)
+        return torch.cat([z, xi], -1)
 
     def loss(self, trajectory: Tensor) -> Tensor:
         """The cost of the problem, without its last two terms."""
         cost = control.Cost(smoothness=0, end=0, effort=0)
-        K = self.masked("K")
+        K, G, _ = self.masked()
         rows = trajectory[:-1, ..., 4:].flatten(2) @ K.mT + self.b.unsqueeze(1)
-        effort = (
-            (torch.tanh(rows) @ K @ self.masked("G"))
-            .square()
-            .sum(-1)
-            .mean(1)
-            .sum()
-        )
+        inputs = torch.tanh(rows) @ K @ G
+        effort = inputs.square().sum(-1).mean(1).sum()
         rough = K.diff(dim=0).square().sum() + self.b.diff(dim=0).square().sum()
-        return (
-            cost(self.problem.loop, trajectory)
-            + 0.05 * self.h * effort
-            + 1e-3 * rough
-        )
+        others = 0.05 * self.h * effort + 1e-3 * rough
+        return cost(self.problem.loop, trajectory) + others
 
 
-def trainings(sizes: dict[str, int]) -> dict[str, list[float]]:
-    """Times of an iteration against ours from as many starts, in turns.
-
-    PyTorch has one thread, which is faster for the rivals' small matrices.
-    """
-    torch.set_num_threads(1)
-    problem = control.crossing("ring")
-    rivals: dict[str, Any] = {"a good engineer's forward Euler": None}
-    if importlib.util.find_spec("torchdiffeq"):
-        rivals["the authors' algorithm"] = importlib.import_module(
-            "torchdiffeq"
-        ).odeint
-    ratios: dict[str, list[float]] = {}
-    for starts in (1, 4):
-        ours = control.LoopTraining(
-            control.crossing("ring"), iterations=10**6, batch=starts
-        )
-        steps = {"ours": lambda ours=ours: ours.run(False, until=ours.done + 1)}
-        for name, integrate in rivals.items():
-            net = Authors(problem, integrate)
-            steps[f"{name}, {starts} starts"] = rival_step(net, starts)
-        for turn in range(sizes["turns"] + 1):
-            times = {}
-            for name, step in steps.items():
-                start = time.perf_counter()
-                for _ in range(3):
-                    step()
-                times[name] = time.perf_counter() - start
-            own = times.pop("ours")
-            for name, seconds in times.items():
-                if turn:  # the first one compiles
-                    ratios.setdefault(name, []).append(seconds / own)
-    return ratios
-
-
-def rival_step(net: Authors, starts: int) -> Any:
+def step_of(net: Authors, starts: int) -> Callable[[], None]:
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-6)
 
     def step() -> None:
@@ -276,14 +187,61 @@ def rival_step(net: Authors, starts: int) -> Any:
     return step
 
 
+def trainings(sizes: dict[str, int]) -> dict[str, list[float]]:
+    """Times of an iteration against ours from as many starts, in turns.
+
+    PyTorch has one thread, which is faster for the rivals' small matrices.
+    """
+    torch.set_num_threads(1)
+    problem = control.crossing("ring")
+    ratios: dict[str, list[float]] = {}
+    for starts in (1, 4):
+        loop = control.crossing("ring")
+        ours = control.LoopTraining(loop, iterations=10**6, batch=starts)
+        authors = step_of(Authors(problem), starts)
+        engineer = step_of(Authors(problem, written_out=True), starts)
+        rivals = {
+            f"the authors' algorithm, {starts} starts": authors,
+            f"a good engineer's forward Euler, {starts} starts": engineer,
+        }
+        for turn in range(sizes["turns"] + 1):
+            own = seconds_of(partial(ours.run, False, until=ours.done + 3), 1)
+            for name, step in rivals.items():
+                ratio = seconds_of(step, 3) / own
+                if turn:  # the first one compiles
+                    ratios.setdefault(name, []).append(ratio)
+    return ratios
+
+
+def seconds_of(step: Callable[[], Any], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        step()
+    return time.perf_counter() - start
+
+
 def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
-    rows = trained(sizes)
+    rows = [trained(sizes, seed) for seed in range(sizes["seeds"])]
     return {
         "trainings": trainings(sizes),
         "trained": rows,
         "random": random_controllers(sizes["random"]),
         "ok": all(row["holds"] for row in rows),
     }
+
+
+def found(result: dict[str, Any]) -> str:
+    rows = result["trained"]
+    hits = sum(row["collisions"] for row in rows)
+    runs = sum(row["runs"] for row in rows)
+    balance = result["random"]
+    trials = result["trainings"].values()
+    ratios = [sorted(values)[len(values) // 2] for values in trials]
+    return (
+        f"{hits} of {runs} runs of {len(rows)} trainings with a collision; energy balance of "
+        f"{balance['controllers']:,} random controllers exact to {balance['violation']:.0e}; an "
+        f"iteration is {min(ratios):.1f} to {max(ratios):.1f} times as fast as forward Euler"
+    )
 
 
 def page(result: dict[str, Any]) -> str:
@@ -295,17 +253,11 @@ def page(result: dict[str, Any]) -> str:
     rows = []
     for r in result["trained"]:
         hits = f"{r['collisions']} of {r['runs']}"
+        bounded = f"{sum(r['bounded'])} of {len(r['bounded'])}"
+        seconds = f"{r['seconds']:.1f}"
         growth = f"{r['growth']:+.3%}"
-        rows.append(
-            [
-                r["seed"],
-                f"{r['seconds']:.1f}",
-                hits,
-                growth,
-                f"{sum(r['bounded'])} of {len(r['bounded'])}",
-                f"{r['violation']:.1e}",
-            ]
-        )
+        error = f"{r['violation']:.1e}"
+        rows.append([r["seed"], seconds, hits, growth, bounded, error])
     names = (
         "seed | seconds | runs with a collision | cost of ten horizons against one | "
         "stopped at 0, 25, 50, 75%: bounded over 20 horizons | error of the balance"
@@ -317,21 +269,24 @@ def page(result: dict[str, Any]) -> str:
         f"Energy balance of {r['controllers']:,} random controllers, steps of 0.001 to 1, weights "
         f"of 0.01 to 10: error {r['violation']:.1e} at most, {r['unsolved']} unsolved.",
     ]
-    rows = [
-        [name, spread(ratios)] for name, ratios in result["trainings"].items()
-    ]
+    times = result["trainings"].items()
+    rows = [[name, spread(ratios)] for name, ratios in times]
     lines += table("an iteration against ours | times as long", rows)
     lines += [
         "",
         "The balance is exact for plant and controller stepped together, in discrete time. A real "
         "plant behind a sampled controller is not covered by it. The rivals simulate by forward "
-        "Euler in float32, solve no equations and keep no balance. Figures of the authors' paper "
-        "are not repeated here: their starts, costs and trainings are others.",
+        "Euler in float32, solve no equations and keep no balance. Both are written here after the "
+        "authors' paper; their starts, costs and trainings are others, so their figures are not "
+        "repeated.",
     ]
     return text_of(lines)
 
 
 if __name__ == "__main__":
+    sizes = {"full": FULL, "quick": QUICK}
     raise SystemExit(
-        command("control", __doc__, SIZES, run, page, devices=("cpu",))
+        command(
+            "control", __doc__, sizes, run, page, devices=("cpu",), found=found
+        )
     )

@@ -39,23 +39,17 @@ RING = Graph.ring(8)
 SIZES = {"full": {"epochs": 50, "cells": 6}, "quick": {"epochs": 2, "cells": 1}}
 
 
-def workers() -> dict[int, int]:
-    """The process ids of the eight, by their ranks."""
+def workers() -> list[int]:
+    """The process ids of the eight that are at work, by their ranks."""
     ranks = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            variables = (
-                (entry / "environ")
-                .read_bytes()
-                .decode(errors="replace")
-                .split("\0")
-            )
-            named = dict(
-                line.split("=", 1) for line in variables if "=" in line
-            )
-            if "RANK" in named and named.get("RING_OF") == str(os.getpid()):
-                ranks[int(named["RANK"])] = int(entry.name)
-    return ranks
+            text = (entry / "environ").read_text(errors="replace")
+            lines = [line for line in text.split("\0") if "=" in line]
+            variables = dict(line.split("=", 1) for line in lines)
+            if variables.get("RING_OF") == str(os.getpid()):
+                ranks[int(variables.get("RANK", "none"))] = int(entry.name)
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 class Watch:
@@ -66,17 +60,13 @@ class Watch:
         self.strangers = 0
 
     def __call__(self, news: dict[str, Any]) -> None:
-        ranks = workers()
-        if len(ranks) < RING.nodes or news["epoch"] == news["epochs"]:
+        processes = workers()
+        if len(processes) < RING.nodes or news["epoch"] == news["epochs"]:
             return  # some are about to end
         with contextlib.suppress(OSError):
-            linked, others = audit.linked(
-                [ranks[rank] for rank in sorted(ranks)]
-            )
+            linked, others = audit.linked(processes)
             self.links |= linked
-            self.strangers = max(
-                self.strangers, *(len(ends) for ends in others)
-            )
+            self.strangers = max(self.strangers, *map(len, others))
 
 
 def apart(a: dict[str, Any], b: dict[str, Any]) -> list[float]:
@@ -95,9 +85,9 @@ def cell(data: str, layers: int, epochs: int) -> dict[str, Any]:
     nudged = train(RING, data, gain=1 + 2**-52, **options)
     differences = apart(eight, one)
     rounding = apart(nudged, one)
-    neighbours = set()
-    for i, row in enumerate(RING.used):
-        neighbours |= {(min(i, k), max(i, k)) for k in row if i != k}
+    neighbours = {
+        (i, k) for i, row in enumerate(RING.used) for k in row if i < k
+    }
     talked = {(min(i, k), max(i, k)) for i, k, *_ in eight["traffic"]}
     return {
         "cell": f"{data.replace('_', ' ')}, {layers}",
@@ -145,23 +135,22 @@ def page(result: dict[str, Any]) -> str:
     rows = []
     for r in result["rows"]:
         others = "ring neighbours" if r["only_neighbours"] else "OTHERS"
-        rows.append(
-            [
-                r["cell"],
-                f"{r['eight']:.2f}",
-                f"{r['one']:.2f}",
-                f"{r['first_difference']:.0e}",
-                f"{r['largest_difference']:.0e}",
-                f"{r['largest_by_rounding']:.0e}",
-                f"{r['paper']:.2f}",
-                r["messages"],
-                f"{r['megabytes']:.0f}",
-                f"{r['seconds']:.0f}",
-                f"{others} and {r['other_connections_each']} other (the store)",
-            ]
+        accuracies = [f"{r[name]:.2f}" for name in ("eight", "one", "paper")]
+        apart = (
+            "first_difference",
+            "largest_difference",
+            "largest_by_rounding",
         )
-    names = "cell | eight processes | one process | difference of the loss, first epoch | "
-    names += "largest | largest after one changed bit | paper | messages | MB | s | connected to"
+        differences = [f"{r[name]:.0e}" for name in apart]
+        traffic = [
+            r["messages"],
+            f"{r['megabytes']:.0f}",
+            f"{r['seconds']:.0f}",
+        ]
+        others += f" and {r['other_connections_each']} other (the store)"
+        rows.append([r["cell"], *accuracies, *differences, *traffic, others])
+    names = "cell | eight processes | one process | paper | difference of the loss, first epoch | "
+    names += "largest | largest after one changed bit | messages | MB | s | connected to"
     lines += table(names, rows)
     return text_of(lines)
 

@@ -107,26 +107,19 @@ def test_forward_euler_of_the_rival_goes_to_the_closed_loop(program):
     for steps in (200, 400):
         problem = control.crossing("ring", steps=steps)
         y = problem.starts(1)
+        rival = program("control").Authors(problem, written_out=True)
         with torch.no_grad():
-            difference = (
-                program("control").Authors(problem)(y)[-1] - problem.loop(y)[-1]
-            )
+            difference = rival(y)[-1] - problem.loop(y)[-1]
         errors.append(float(difference.abs().max()))
     assert errors[1] < 0.7 * errors[0] < 0.2
 
 
 def test_both_ways_of_the_rival_have_one_cost_and_gradient(program):
-    def euler(field, y, times, method):
-        states = [y]
-        for t, h in zip(times[:-1], times.diff(), strict=True):
-            states.append(states[-1] + h * field(t, states[-1]))
-        return torch.stack(states)
-
     problem = control.crossing("ring")
     y = problem.starts(2)
     results = []
-    for integrate in (None, euler):
-        net = program("control").Authors(problem, integrate)
+    for written_out in (True, False):
+        net = program("control").Authors(problem, written_out)
         loss = net.loss(net(y))
         loss.backward()
         results.append(
@@ -136,6 +129,11 @@ def test_both_ways_of_the_rival_have_one_cost_and_gradient(program):
         assert (
             float((a - b).norm() / b.norm()) < 1e-3
         )  # in float32, over 100 steps
+
+
+def test_the_balance_of_a_random_controller_that_once_failed_is_exact(program):
+    # A Newton step that was lucky left an error of 3.6e-13.
+    assert program("control").violation(764) < 1e-13
 
 
 # Judges can say no

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,33 @@ def test_the_kernel_has_the_states_and_gradients_of_the_definition(seed):
         outcomes.append([trajectory.detach(), *gradients])
     for want, got in zip(*outcomes, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+ONE_HORIZON = """
+from hdnn import control
+problem = control.crossing(steps=4, engine="fused")
+print(problem.loop(problem.start()).square().sum().item())
+"""
+
+
+def test_damaged_files_of_compiled_kernels_are_written_anew(tmp_path: Path):
+    pytest.importorskip("numba")
+    variables = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def output() -> str:
+        command = [sys.executable, "-c", ONE_HORIZON]
+        return subprocess.run(
+            command, env=variables, capture_output=True, text=True, check=True
+        ).stdout
+
+    expected = output()
+    for ending, share in ((".nbi", 0.0), (".nbc", 0.5)):
+        files = [f for f in tmp_path.rglob("*") if f.suffix == ending]
+        assert files
+        for file in files:
+            content = file.read_bytes()
+            file.write_bytes(content[: int(share * len(content))])
+        assert output() == expected
 
 
 def test_chords_of_the_kernel_are_exact():
@@ -313,6 +341,34 @@ def test_a_training_takes_any_function_as_its_cost():
         progress=False
     )
     assert history["cost"][-1] < history["cost"][0]
+
+
+def test_a_platoon_in_one_dimension_learns_a_cost_of_its_own():
+    plant = control.robots(-2.0 * torch.arange(4)[:, None], damping=0.5)
+    z = torch.stack([-torch.arange(4.0), torch.zeros(4)], 1)
+    controller = control.Controller(
+        4, steps=20, inputs=1, links=[(0, 1), (1, 2), (2, 3)], dissipation=2.0
+    )
+    loop = control.ClosedLoop(plant, controller, step=0.1)
+
+    def uneven(loop: control.ClosedLoop, trajectory: Tensor) -> Tensor:
+        gaps = trajectory[..., :-1, 0] - trajectory[..., 1:, 0]
+        return loop.step * (gaps - 2).square().sum((0, -1)).mean()
+
+    problem = control.LoopProblem(
+        loop, z, cost=uneven, radius=0.2, collision=0.3
+    )
+    starts = problem.starts(50)
+    momenta = starts[..., 1]
+    assert torch.equal(momenta, torch.zeros_like(momenta))
+    assert float((starts[..., 0] - z[:, 0]).abs().max()) <= 0.2
+    training = control.LoopTraining(problem, iterations=20)
+    history = training.run(progress=False)
+    assert history["cost"][-1] < history["cost"][0]
+    trajectory = loop(training.starts(19)).detach()
+    gaps = trajectory[..., :-1, 0] - trajectory[..., 1:, 0]
+    assert history["distance"][-1] == pytest.approx(float(gaps.min()), abs=0.05)
+    assert training.certify().holds
 
 
 def test_a_training_that_is_resumed_has_the_bits_of_one_that_was_not(

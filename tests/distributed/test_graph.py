@@ -189,6 +189,26 @@ def test_more_processes_than_nodes_are_refused():
         partition(Graph.ring(2), 3)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "links", "parts"),
+    [(2, [], 2), (4, [[0, 1], [2, 3]], 2), (5, [[0, 1], [1, 2]], 3)],
+)
+def test_processes_that_no_links_join_are_refused(nodes, links, parts):
+    graph = Graph(nodes, R=links)
+    with pytest.raises(OptionError, match="connected components"):
+        partition(graph, parts)
+    owner = [node * parts // nodes for node in range(nodes)]
+    for rank in range(parts):
+        with pytest.raises(OptionError, match="cannot learn together"):
+            Plan(graph, owner, rank)
+
+
+@pytest.mark.parametrize(("owner", "rank"), [([0, 0, 2], 0), ([0, 0, 0], 1)])
+def test_a_process_without_a_node_is_refused(owner, rank):
+    with pytest.raises(OptionError, match="every process needs a node"):
+        Plan(Graph.ring(3), owner, rank)
+
+
 # One process
 
 

@@ -260,6 +260,23 @@ def test_a_listener_that_never_answers_does_not_outlast_timeout_or_sigterm(
     assert time.monotonic() - begin < 30
 
 
+def test_a_script_that_does_not_catch_the_error_of_a_silent_listener_ends(
+    start,
+):
+    program = """
+from hdnn.distributed import Graph, train
+train(Graph.ring(2), "double_moons", timeout=2)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        process = start(["-c", program], 2, silent.getsockname()[1], 1)
+        client, _ = silent.accept()
+        begin = time.monotonic()
+        output = ended(process)
+        client.close()
+    assert "LostError: rendezvous of 2 processes" in output
+    assert time.monotonic() - begin < 30
+
+
 def test_processes_of_different_trainings_say_what_differs(start):
     port = free_port()
     options = ["epochs=1", "epochs=1, step=0.3"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,7 +29,7 @@ def randomised(net: GraphNetwork):
 
 
 def compare(plan: Plan, messages, network: str, frozen: bool) -> float:
-    """The largest difference of states, of their gradients, and of weights after a step."""
+    """The largest difference of states, of gradients, and of weights after a step."""
     options = {"network": network, "layers": 3, "dtype": torch.float64}
     net = GraphNetwork(plan, messages, **options)
     whole = randomised(net)
@@ -53,7 +54,13 @@ def compare(plan: Plan, messages, network: str, frozen: bool) -> float:
         after = GraphNetwork(plan, messages, **options)
         after.load(whole)
         pairs += zip(net.parameters(), after.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return max(difference(a.detach(), b.detach()) for a, b in pairs)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference, in units of the largest number where that is above 1."""
+    size = b.abs().max().clamp(min=1)
+    return float((a - b).abs().max() / size)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hdnn import activations, implicit
+from hdnn.control.plant import times
 
 if TYPE_CHECKING:
     from hdnn.control.loop import ClosedLoop
@@ -55,44 +56,36 @@ def balance(
     p = plant.states
     t = torch.arange(len(middles), device=states.device)
     odd = (t % 2 == 1).view(-1, *[1] * (states.ndim - 1))
-    first = torch.where(
-        odd, middles, states[:-1]
-    )  # the ends of the agents' own substeps
+    # The ends of the agents' own substeps.
+    first = torch.where(odd, middles, states[:-1])
     second = torch.where(odd, states[1:], middles)
     before = loop.energy(states[:-1], t)
     after = loop.energy(states[1:], t)
 
-    rows = plant.rows(first[..., :p]), plant.rows(second[..., :p])
-    chords = plant.weights.to(states) * implicit.chord(
-        activations.by_row(plant.activation), *rows
-    )
-    f = _times(plant.A.mT.to(states), chords)
+    sigma = activations.by_row(plant.activation)
     tanh = activations.get("tanh")
-    rows = (
-        controller.rows(first[..., p:], t),
-        controller.rows(second[..., p:], t),
-    )
-    K = controller.K[t.clamp(max=controller.steps - 1)]
-    K = K.view(len(t), *[1] * (states.ndim - 3), *K.shape[1:])
-    f_c = _times(K.mT, implicit.chord(tanh, *rows))
-    heat = (f * _times(plant.R.to(states), f)).sum((-2, -1))
-    lost = loop.step * (
-        heat + (controller.R.to(states) * f_c.square()).sum((-2, -1))
-    )
+    start = plant.rows(first[..., :p])
+    end = plant.rows(second[..., :p])
+    chords = plant.weights.to(states) * implicit.chord(sigma, start, end)
+    f = times(plant.A.mT.to(states), chords)
+    start = controller.rows(first[..., p:], t)
+    end = controller.rows(second[..., p:], t)
+    K, _ = controller.weights(t, states.ndim)
+    f_c = times(K.mT, implicit.chord(tanh, start, end))
+    heat = f * times(plant.R.to(states), f)
+    heat_c = controller.R.to(states) * f_c.square()
+    lost = loop.step * (heat.sum((-2, -1)) + heat_c.sum((-2, -1)))
 
-    outputs = _times(plant.g.mT.to(states), f)
+    outputs = times(plant.g.mT.to(states), f)
     supplied = torch.zeros_like(lost)
     if forces is not None:
         supplied = loop.step * (forces * outputs).sum((-2, -1))
     xi = states[1:-1, ..., p:]
     old = controller.rows(xi, t[:-1])
     new = controller.rows(xi, t[1:])
-    sizes = (
-        _terms(loop, states[:-1], t)
-        + _terms(loop, states[1:], t)
-        + lost
-        + supplied.abs()
-    )
+    sizes = lost + supplied.abs()
+    for y in (states[:-1], states[1:]):
+        sizes = sizes + _terms(loop, y, t)
     return Balance(
         before=before,
         after=after,
@@ -107,22 +100,17 @@ def balance(
 
 def _terms(loop: ClosedLoop, y: Tensor, t: Tensor) -> Tensor:
     """The energy, with everything that its rows sum up taken as positive: what rounding is of."""
-    p = loop.plant.states
     plant = loop.plant
-    z = y[..., :p]
-    rows = plant.rows(z)
+    z = y[..., : plant.states]
+    xi = y[..., plant.states :]
     sigma = activations.by_row(plant.activation)
-    inside = _times(plant.A.to(y).abs(), z.abs()) + plant.a.to(y).abs()
+    rows = plant.rows(z)
+    inside = times(plant.A.to(y).abs(), z.abs()) + plant.a.to(y).abs()
     energies = sigma.integral(rows).abs() + sigma(rows).abs() * inside
-    controllers = loop.controller.rows(y[..., p:], t)
-    energies_c = controllers.abs() * (1 + controllers.abs())
-    return (plant.weights.to(y) * energies).sum((-2, -1)) + energies_c.sum(
-        (-2, -1)
-    )
-
-
-def _times(A: Tensor, x: Tensor) -> Tensor:
-    return (A @ x.unsqueeze(-1)).squeeze(-1)
+    energies = plant.weights.to(y) * energies
+    sizes = loop.controller.rows(xi, t).abs()
+    sizes = sizes * (1 + sizes)
+    return energies.sum((-2, -1)) + sizes.sum((-2, -1))
 
 
 @dataclass(frozen=True)
@@ -161,11 +149,9 @@ class LoopCertificate:
         figures = (self.violation, self.dissipated, self.bound, self.raised)
         if not all(map(math.isfinite, figures)):
             return False
-        kept = self.violation <= self.rounding and self.dissipated >= 0
-        return (
-            kept
-            and self.raised <= self.bound * (1 + self.rounding) + self.rounding
-        )
+        exact = self.violation <= self.rounding
+        most = self.bound * (1 + self.rounding) + self.rounding
+        return exact and self.dissipated >= 0 and self.raised <= most
 
     @property
     def summary(self) -> str:
@@ -174,11 +160,9 @@ class LoopCertificate:
         norms = "not computed"
         if self.smallest_norm is not None:
             norms = f"{self.smallest_norm:.3g} to {self.largest_norm:.3g}"
-        gain = (
-            f"at most {self.gain:.3g}"
-            if math.isfinite(self.gain)
-            else "no bound"
-        )
+        gain = "no bound"
+        if math.isfinite(self.gain):
+            gain = f"at most {self.gain:.3g}"
         return "\n".join(
             [
                 f"energy balance: {answer} in {self.steps} steps from {self.samples} states of "
@@ -208,9 +192,8 @@ def certify(
         largest = float(norms.amax())
     bounds = checked.bounds.sum(0)
     raised = checked.jumps.clamp(min=0).sum(0)
-    coarser = (
-        torch.finfo(checked.before.dtype).eps / torch.finfo(torch.float64).eps
-    )
+    eps = torch.finfo(checked.before.dtype).eps
+    coarser = eps / torch.finfo(torch.float64).eps
     return LoopCertificate(
         agents=loop.plant.agents,
         steps=len(checked.before),
@@ -230,13 +213,12 @@ def certify(
 def _norms(loop: ClosedLoop, y: Tensor) -> Tensor:
     """The spectral norm of dy_T/dy_t for t = 0 .. T - 1, from a copy of y for each row."""
     size = y.numel()
-    states = [
-        y.detach().to(loop.controller.K).repeat(size, 1, 1).requires_grad_()
-    ]
+    y = y.detach().to(loop.controller.K)
+    states = [y.repeat(size, 1, 1).requires_grad_()]
     for t in range(loop.controller.steps):
-        states.append(loop.run(states[-1], 1, t)[0][1])
-    rows = torch.eye(size).to(states[0]).view(size, *y.shape)
+        trajectory, _ = loop.run(states[-1], 1, t)
+        states.append(trajectory[1])
+    rows = torch.eye(size).to(y).view(size, *y.shape)
     gradients = torch.autograd.grad(states[-1], states[:-1], rows)
-    return torch.stack(
-        [torch.linalg.matrix_norm(g.reshape(size, size), 2) for g in gradients]
-    )
+    matrices = torch.stack(gradients).reshape(-1, size, size)
+    return torch.linalg.matrix_norm(matrices, 2)

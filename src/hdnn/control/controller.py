@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn import activations
-from hdnn.control.plant import check_skew, edges
+from hdnn.control.plant import blocks, check_skew, edges, times
 from hdnn.errors import OptionError, ShapeError, positive_int
 
 
@@ -97,16 +97,21 @@ class Controller(nn.Module):
         """m."""
         return self.G.shape[2]
 
-    def rows(self, xi: Tensor, t: int | Tensor) -> Tensor:
-        """`K_t xi + b_t` for states `(*batch, N, c)`; after the horizon its last weights stay.
+    def weights(self, t: int | Tensor, axes: int) -> tuple[Tensor, Tensor]:
+        """K_t and b_t for states of so many axes; after the horizon the last ones stay.
 
         With a tensor of steps `(L,)`, the states are `(L, *batch, N, c)`.
         """
-        t = torch.as_tensor(t, device=xi.device).clamp(max=self.steps - 1)
-        lead = [1] * (xi.ndim - 2 - t.ndim)
-        K = self.K[t].view(*t.shape, *lead, *self.K.shape[1:])
-        b = self.b[t].view(*t.shape, *lead, *self.b.shape[1:])
-        return (K @ xi.unsqueeze(-1)).squeeze(-1) + b
+        t = torch.as_tensor(t, device=self.K.device).clamp(max=self.steps - 1)
+        lead = [*t.shape] + [1] * (axes - 2 - t.ndim)
+        K = self.K[t].view(*lead, *self.K.shape[1:])
+        b = self.b[t].view(*lead, *self.b.shape[1:])
+        return K, b
+
+    def rows(self, xi: Tensor, t: int | Tensor) -> Tensor:
+        """`K_t xi + b_t` for the states that `weights` tells of."""
+        K, b = self.weights(t, xi.ndim)
+        return times(K, xi) + b
 
     def energy(self, xi: Tensor, t: int | Tensor) -> Tensor:
         """The energy of all controllers at step t, in the states that `rows` takes."""
@@ -140,6 +145,4 @@ def _canonical(c: int) -> Tensor:
         )
     identity = torch.eye(c // 2, dtype=torch.float64)
     zero = torch.zeros_like(identity)
-    return torch.cat(
-        [torch.cat([zero, identity], 1), torch.cat([-identity, zero], 1)]
-    )
+    return blocks([[zero, identity], [-identity, zero]])

@@ -37,7 +37,8 @@ class Cost:
         smoothness: weight of the smoothness.
         end: weight of the energy at the end.
         pairs: agents that the barrier compares; by default all.
-        dimensions: an agent's first states are its position.
+        dimensions: so many first states of an agent are its position; by default as many as it
+            has inputs.
 
     Examples:
         >>> import torch
@@ -58,7 +59,7 @@ class Cost:
     smoothness: float = 1e-3
     end: float = 10.0
     pairs: Pairs | None = None
-    dimensions: int = 2
+    dimensions: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("state", "effort", "barrier", "smoothness", "end"):
@@ -87,38 +88,29 @@ class Cost:
         values = {}
         for name, term in terms.items():
             weight = getattr(self, name)
-            value = (
-                term(loop, trajectory) if weight else trajectory.new_zeros(())
-            )
-            values[name] = weight * value
+            values[name] = trajectory.new_zeros(())
+            if weight:
+                values[name] = weight * term(loop, trajectory)
         return values
 
     def _state(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
-        apart = trajectory[..., : loop.plant.states] - loop.plant.rest().to(
-            trajectory
-        )
-        squares = (
-            apart.square().sum((-2, -1)).reshape(len(trajectory), -1).mean(1)
-        )
-        left = loop.controller.steps - torch.arange(
-            len(trajectory), device=squares.device
-        )
-        discounts = self.discount ** (loop.step * left.clamp(min=0).to(squares))
+        steps = len(trajectory)
+        rest = loop.plant.rest().to(trajectory)
+        apart = trajectory[..., : loop.plant.states] - rest
+        squares = apart.square().sum((-2, -1)).reshape(steps, -1).mean(1)
+        past = loop.step * torch.arange(steps).to(squares)
+        left = loop.step * loop.controller.steps - past
+        discounts = self.discount ** left.clamp(min=0)
         return loop.step * (discounts * squares).sum()
 
     def _effort(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         inputs = loop.inputs(trajectory)
-        return (
-            loop.step
-            * inputs.square()
-            .sum((-2, -1))
-            .reshape(len(inputs), -1)
-            .mean(1)
-            .sum()
-        )
+        squares = inputs.square().sum((-2, -1)).reshape(len(inputs), -1)
+        return loop.step * squares.mean(1).sum()
 
     def _barrier(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
-        squares = squared_distances(trajectory, self.dimensions, self.pairs)
+        dimensions = self.dimensions or loop.plant.inputs
+        squares = squared_distances(trajectory, dimensions, self.pairs)
         far = self.distance**2
         near = squares[squares < far]  # most pairs are far from each other
         price = (1 / (near + 1e-3) - 1 / (far + 1e-3)).sum()
@@ -126,10 +118,8 @@ class Cost:
 
     def _smoothness(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         controller = loop.controller
-        return (
-            controller.K.diff(dim=0).square().sum()
-            + controller.b.diff(dim=0).square().sum()
-        )
+        changes = controller.K.diff(dim=0), controller.b.diff(dim=0)
+        return changes[0].square().sum() + changes[1].square().sum()
 
     def _end(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         return loop.energy(trajectory[-1], len(trajectory) - 2).mean()
@@ -179,10 +169,7 @@ def squared_distances(
     if pairs is None:
         i, k = torch.triu_indices(N, N, 1, device=y.device)
     else:
-        i, k = (
-            torch.tensor(pairs, dtype=torch.long, device=y.device)
-            .view(-1, 2)
-            .unbind(1)
-        )
+        ends = torch.tensor(pairs, dtype=torch.long, device=y.device)
+        i, k = ends.view(-1, 2).unbind(1)
     q = y[..., :dimensions]
     return (q[..., i, :] - q[..., k, :]).square().sum(-1)

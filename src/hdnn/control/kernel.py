@@ -2,13 +2,18 @@
 
 The equations are those of `hdnn.control.step`. Each is solved by Newton's method in plain loops,
 and the backward pass solves the transposed equations. Samples are independent, so a few threads
-share them.
+share them. One compilation serves loops of all sizes.
 """
+
+# Numba compiles these functions, whose types pyright cannot see.
+# pyright: reportOptionalMemberAccess=false, reportOptionalCall=false
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -18,35 +23,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hdnn.control.step import Substeps, System
+from hdnn.control.step import System
 from hdnn.errors import ConvergenceError
 
 try:
-    from numba import njit
+    import numba
+    from numba.core.caching import FunctionCache
 except ImportError:  # the kernel is optional
-
-    def njit(**_):  # pyright: ignore
-        return lambda function: function
-
-    AVAILABLE = False
-else:
-    AVAILABLE = True
+    numba = FunctionCache = None
 
 CHUNKS = 2  # of the samples; fixed, so that sums do not depend on the number of cores
 ITERATIONS = 1000
 HALVINGS = 40
 EPS = 2.0**-52
-OPTIONS = {
-    "nogil": True,
-    "cache": True,
-    "error_model": "numpy",
-    "fastmath": {"contract", "reassoc"},
-}
+FAST = {"error_model": "numpy", "fastmath": {"contract", "reassoc"}}
 
 
 def unsupported_reason(y: Tensor, system: System) -> str | None:
     """A clause that says why the kernel cannot run these states, or None."""
-    if not AVAILABLE:
+    if numba is None:
         return "numba is not installed (pip install 'hdnn[fast]')"
     if y.device.type != "cpu" or y.dtype != torch.float64:
         return "it runs float64 on a CPU only"
@@ -62,19 +57,13 @@ def trajectory(
     """As `System.trajectory`."""
     if push is None:
         push = y.new_zeros(0, *y.shape)
-    shape = steps, first
-    weights = [
-        tensor for group in system for tensor in (group.A, group.a, group.B)
-    ]
-    static = [_static(group) for group in system]
-    return _Loop.apply(shape, static, y, push, *weights)  # pyright: ignore[reportReturnType]
-
-
-def _static(group: Substeps) -> tuple[np.ndarray, int]:
-    """The entries that move, and the number of linear rows, which come first."""
-    return group.entries.contiguous().numpy(), sum(
-        name == "identity" for name in group.rows
-    )
+    weights = []
+    static = []
+    for group in system:
+        weights += [group.A, group.a, group.B]
+        linear = group.rows.count("identity")  # rows, which come first
+        static.append((group.entries.contiguous().numpy(), linear))
+    return _Loop.apply((steps, first), static, y, push, *weights)  # pyright: ignore[reportReturnType]
 
 
 class _Loop(torch.autograd.Function):
@@ -84,39 +73,30 @@ class _Loop(torch.autograd.Function):
     def forward(
         ctx: Any, shape, static, y: Tensor, push: Tensor, *weights: Tensor
     ):
-        steps, first = shape
+        steps, ctx.first = shape
         S, D = y.shape
-        ctx.shape = shape
-        ctx.static = static
-        arrays = _arrays(static, weights)
         saved = steps if any(ctx.needs_input_grad) else min(steps, 1)
+        ctx.groups = []
+        for number, (index, linear) in enumerate(static):
+            trace = np.empty((saved, S, len(index), 2, index.shape[1]))
+            own = weights[3 * number : 3 * number + 3]
+            arrays = [weight.detach().contiguous().numpy() for weight in own]
+            ctx.groups.append((index, linear, trace, *arrays))
         states = np.empty((steps + 1, S, D))
         middles = np.empty((steps, S, D))
-        traces = [
-            np.empty((saved, S, len(index), 2, index.shape[1]))
-            for index, _ in static
-        ]
         states[0] = y.detach().numpy()
         force = push.detach().contiguous().numpy()
 
-        def run(chunk: slice) -> int:
-            parts = [trace[:, chunk] for trace in traces]
-            return _forward(
-                states[:, chunk],
-                middles[:, chunk],
-                force[:, chunk],
-                first,
-                *parts,
-                *arrays,
-            )
+        def run(low: int, high: int) -> int:
+            samples = low, high, states, middles, force
+            return _call(_forward, *samples, ctx.first, *ctx.groups)
 
-        failed = max(_in_threads(run, S), default=-1)
+        failed = max(_in_threads(run, S))
         if failed >= 0:
             raise ConvergenceError(
                 f"step {failed} of a closed loop: Newton's method did not converge; take a smaller "
                 "step or smaller weights."
             )
-        ctx.traces = traces
         ctx.save_for_backward(push, *weights)
         outputs = torch.from_numpy(states), torch.from_numpy(middles)
         ctx.mark_non_differentiable(outputs[1])
@@ -126,58 +106,36 @@ class _Loop(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_states: Tensor, _: Tensor):  # pyright: ignore
         push, *weights = ctx.saved_tensors
-        _, first = ctx.shape
-        arrays = _arrays(ctx.static, weights)
-        cotangents = np.ascontiguousarray(g_states.numpy())
-        S, D = cotangents.shape[1:]
+        cotangents = g_states.contiguous().numpy()
+        _, S, D = cotangents.shape
         g_y = np.zeros((S, D))
         g_push = np.zeros(push.shape)
-        partial = {
-            chunk.start: [np.zeros(w.shape) for w in weights]
-            for chunk in _chunks(S)
-        }
 
-        def run(chunk: slice) -> None:
-            parts = [trace[:, chunk] for trace in ctx.traces]
-            gradients = partial[chunk.start]
-            sums = [tuple(gradients[k : k + 3]) for k in (0, 3, 6)]
-            of_samples = cotangents[:, chunk], g_y[chunk], g_push[:, chunk]
-            _backward(*of_samples, first, *parts, *arrays, *sums)
+        def run(low: int, high: int) -> list[np.ndarray]:
+            sums = [np.zeros(weight.shape) for weight in weights]
+            groups = []
+            for number, group in enumerate(ctx.groups):
+                groups.append((*group, *sums[3 * number : 3 * number + 3]))
+            samples = low, high, cotangents, g_y, g_push
+            _call(_backward, *samples, ctx.first, *groups)
+            return sums
 
-        _in_threads(run, S)
-        totals, *others = partial.values()
-        for gradients in others:
-            for total, gradient in zip(totals, gradients, strict=True):
-                total += gradient
+        totals, *others = _in_threads(run, S)
+        for sums in others:
+            for total, part in zip(totals, sums, strict=True):
+                total += part
         gradients = map(torch.from_numpy, (g_y, g_push, *totals))
         return None, None, *gradients
 
 
-def _arrays(static, weights) -> list[tuple]:
-    """What the kernel reads of each group: entries, linear rows, A, a, B, and its sizes.
-
-    A size is the length of a tuple: numba knows it when it compiles, and unrolls the loops.
-    """
-    tensors = [weight.detach().contiguous().numpy() for weight in weights]
-    groups = []
-    for number, (index, linear) in enumerate(static):
-        A, a, B = tensors[3 * number : 3 * number + 3]
-        groups.append(
-            (index, linear, A, a, B, (0,) * A.shape[2], (0,) * A.shape[3])
-        )
-    return groups
-
-
-def _chunks(samples: int) -> list[slice]:
+def _in_threads(run: Callable[[int, int], Any], samples: int) -> list[Any]:
+    """The results of a function of the first and the last sample, for each chunk of samples."""
     size = max(1, math.ceil(samples / CHUNKS))
-    return [slice(start, start + size) for start in range(0, samples, size)]
-
-
-def _in_threads(run, samples: int) -> list:
-    chunks = _chunks(samples)
-    if len(chunks) < 2:
-        return [run(chunk) for chunk in chunks]
-    return list(_pool().map(run, chunks))
+    lows = range(0, max(samples, 1), size)
+    highs = [min(low + size, samples) for low in lows]
+    if len(lows) == 1:
+        return [run(0, samples)]
+    return list(_pool().map(run, lows, highs))
 
 
 @cache
@@ -185,16 +143,36 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(CHUNKS, os.cpu_count() or 1))
 
 
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a kernel; if its files on disk are damaged, it is compiled and written anew."""
+    with contextlib.suppress(Exception):
+        return _compiled(function)(*arguments)
+    with contextlib.suppress(Exception):
+        FunctionCache(function).flush()
+        return _compiled(function)(*arguments)
+    return _compiled(function, on_disk=False)(*arguments)
+
+
+@cache
+def _compiled(function: Callable[..., Any], on_disk: bool = True) -> Any:
+    return numba.njit(nogil=True, cache=on_disk, **FAST)(function)
+
+
+def _inner(function: Any) -> Any:
+    """A function that kernels call, compiled as a part of them."""
+    return function if numba is None else numba.njit(**FAST)(function)
+
+
 # The kernel
 
 
-@njit(**OPTIONS)
+@_inner
 def _log_cosh(x):  # pragma: kernel
     size = abs(x)
     return size + math.log1p(math.exp(-2 * size)) - math.log(2.0)
 
 
-@njit(**OPTIONS)
+@_inner
 def _chord(u, v):  # pragma: kernel
     """The mean of tanh between u and v, to rounding, and its derivatives in v and in u.
 
@@ -202,49 +180,41 @@ def _chord(u, v):  # pragma: kernel
     log cosh(m + s) - log cosh(m - s) = 2 artanh(tanh m tanh s).
     """
     d = v - u
-    half = 0.5 * d
     if abs(d) >= 1:
         mean = (_log_cosh(v) - _log_cosh(u)) / d
         return mean, (math.tanh(v) - mean) / d, (mean - math.tanh(u)) / d
+    half = 0.5 * d
     t = math.tanh(u + half)
-    if abs(d) >= 0.2:
-        w = t * math.tanh(half)
-        mean = math.log1p(2 * w / (1 - w)) / d
-    else:  # the series of both functions
-        q = half * half
-        tail = q * (-1382 / 155925 + q * (21844 / 6081075))
-        ratio = 1 + q * (
-            -1 / 3 + q * (2 / 15 + q * (-17 / 315 + q * (62 / 2835 + tail)))
-        )
-        w = t * ratio * half
-        q = w * w
-        tail = q * (1 / 9 + q * (1 / 11 + q * (1 / 13)))
-        mean = t * ratio * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + tail))))
-    if abs(d) < 3e-4:
+    if abs(d) < 3e-4:  # Taylor's series
         slope = 1 - t * t
+        mean = t - slope * t * d * d / 12
         even = slope * (0.5 + (6 * t * t - 2) * d * d / 48)
         odd = slope * t * d / 6
         return mean, even - odd, even + odd
-    ts = w / t if t != 0 else math.tanh(half)
-    return (
-        mean,
-        ((t + ts) / (1 + w) - mean) / d,
-        (mean - (t - ts) / (1 - w)) / d,
-    )
+    s = math.tanh(half)
+    w = t * s
+    mean = math.log1p(2 * w / (1 - w)) / d
+    at_end = (t + s) / (1 + w)
+    at_start = (t - s) / (1 - w)
+    return mean, (at_end - mean) / d, (mean - at_start) / d
 
 
-@njit(**OPTIONS)
-def _rows(A, a, x, z, R, K):  # pragma: kernel
-    for j in range(len(R)):
+@_inner
+def _rows(A, a, x, z):  # pragma: kernel
+    """`z = A x + a`."""
+    rows, columns = A.shape
+    for j in range(rows):
         total = a[j]
-        for m in range(len(K)):
+        for m in range(columns):
             total += A[j, m] * x[m]
         z[j] = total
 
 
-@njit(**OPTIONS)
-def _chords(linear, z, u, value, end, start, R):  # pragma: kernel
-    for j in range(len(R)):
+@_inner
+def _chords(linear, A, a, x, z, u, value, end, start):  # pragma: kernel
+    """`u = A x + a`, and the chords from z to u with their derivatives in u and in z."""
+    _rows(A, a, x, u)
+    for j in range(len(a)):
         if j < linear:
             value[j] = 0.5 * (z[j] + u[j])
             end[j] = 0.5
@@ -253,58 +223,51 @@ def _chords(linear, z, u, value, end, start, R):  # pragma: kernel
             value[j], end[j], start[j] = _chord(z[j], u[j])
 
 
-@njit(**OPTIONS)
-def _residual(x, c, B, value, F, R, K):  # pragma: kernel
+@_inner
+def _residual(x, c, B, value, F):  # pragma: kernel
     """`F = x - c - B value`, and its largest entry."""
+    columns, rows = B.shape
     largest = 0.0
-    for i in range(len(K)):
+    for i in range(columns):
         total = x[i] - c[i]
-        for j in range(len(R)):
+        for j in range(rows):
             total -= B[i, j] * value[j]
         F[i] = total
         largest = max(largest, abs(total))
     return largest
 
 
-@njit(**OPTIONS)
-def _scale(a, B, x, z, value, end, R, K):  # pragma: kernel
+@_inner
+def _scale(a, B, x, z, value, end):  # pragma: kernel
     """The size of the terms whose rounding the residual has."""
+    columns, rows = B.shape
     size = 1e-290
-    for i in range(len(K)):
+    for i in range(columns):
         terms = abs(x[i])
-        for j in range(len(R)):
-            terms += abs(B[i, j]) * (
-                abs(value[j]) + abs(end[j]) * (abs(a[j]) + abs(z[j]))
-            )
+        for j in range(rows):
+            argument = abs(a[j]) + abs(z[j])
+            terms += abs(B[i, j]) * (abs(value[j]) + abs(end[j]) * argument)
         size = max(size, terms)
     return size
 
 
-@njit(**OPTIONS)
-def _matrix(A, B, end, M, R, K):  # pragma: kernel
+@_inner
+def _matrix(A, B, end, M):  # pragma: kernel
     """`M = I - B diag(end) A`."""
-    k = len(K)
-    for i in range(k):
-        for m in range(k):
+    columns, rows = B.shape
+    for i in range(columns):
+        for m in range(columns):
             M[i, m] = 0.0
         M[i, i] = 1.0
-        for j in range(len(R)):
+        for j in range(rows):
             factor = B[i, j] * end[j]
-            for m in range(k):
+            for m in range(columns):
                 M[i, m] -= factor * A[j, m]
 
 
-@njit(**OPTIONS)
-def _transpose(M, K):  # pragma: kernel
-    for i in range(len(K)):
-        for m in range(i):
-            M[i, m], M[m, i] = M[m, i], M[i, m]
-
-
-@njit(**OPTIONS)
-def _eliminate(M, v, K):  # pragma: kernel
+@_inner
+def _eliminate(M, v, k):  # pragma: kernel
     """Solve M x = v in place, by Gauss's elimination with pivots."""
-    k = len(K)
     for i in range(k):
         pivot = i
         for m in range(i + 1, k):
@@ -314,7 +277,7 @@ def _eliminate(M, v, K):  # pragma: kernel
             for m in range(i, k):
                 M[i, m], M[pivot, m] = M[pivot, m], M[i, m]
             v[i], v[pivot] = v[pivot], v[i]
-        inverse = 1.0 / M[i, i]
+        inverse = 1 / M[i, i]
         for m in range(i + 1, k):
             factor = M[m, i] * inverse
             if factor != 0:
@@ -328,195 +291,135 @@ def _eliminate(M, v, K):  # pragma: kernel
         v[i] = total / M[i, i]
 
 
-@njit(**OPTIONS)
-def _solve(linear, A, a, B, y, c, x, work, M, R, K):  # pragma: kernel
+@_inner
+def _solve(linear, A, a, B, y, c, x, work):  # pragma: kernel
     """The x with `x = c + B chord(A y + a, A x + a)`; False if it was not found."""
-    r = len(R)
-    k = len(K)
-    z, u, value, end = work[0], work[1], work[2], work[3]
-    F, dx, there, start = work[4], work[5], work[6], work[10]
-    _rows(A, a, y, z, R, K)
+    k = len(y)
+    z, u, value, end, start = work[0], work[1], work[2], work[3], work[4]
+    F, dx, near, M = work[5], work[6], work[7], work[11:]
+    _rows(A, a, y, z)
     for i in range(k):
         x[i] = c[i]
-    for j in range(r):
-        value[j] = z[j] if j < linear else math.tanh(z[j])
-    for i in range(k):
-        for j in range(r):
-            x[i] += B[i, j] * value[j]
-    _rows(A, a, x, u, R, K)
-    _chords(linear, z, u, value, end, start, R)
-    error = _residual(x, c, B, value, F, R, K)
-    rounding = EPS * _scale(a, B, x, z, value, end, R, K)
-    # The rate of Newton's quadratic convergence: the largest of all steps, since the residual of a
-    # lucky step may be far smaller than its rate.
-    rate = 0.0
-    for number in range(ITERATIONS):
+    _chords(linear, A, a, x, z, u, value, end, start)
+    error = _residual(x, c, B, value, F)
+    rounding = EPS * _scale(a, B, x, z, value, end)
+    for _ in range(ITERATIONS):
         if error <= 4 * rounding:
             return True
         before = error
-        last = number > 1 and 100 * rate * error * error <= rounding
-        _matrix(A, B, end, M, R, K)
+        _matrix(A, B, end, M)
         for i in range(k):
             dx[i] = F[i]
-        _eliminate(M, dx, K)
-        if last:
-            for i in range(k):
-                x[i] -= dx[i]
-            return True
+        _eliminate(M, dx, k)
         share = 1.0
         for _ in range(HALVINGS):
             for i in range(k):
-                there[i] = x[i] - share * dx[i]
-            _rows(A, a, there, u, R, K)
-            _chords(linear, z, u, value, end, start, R)
-            error = _residual(there, c, B, value, F, R, K)
+                near[i] = x[i] - share * dx[i]
+            _chords(linear, A, a, near, z, u, value, end, start)
+            error = _residual(near, c, B, value, F)
             if error < before or error <= 64 * rounding:
                 break
             share *= 0.5
         for i in range(k):
-            x[i] = there[i]
+            x[i] = near[i]
         if error <= 64 * rounding and error > 0.25 * before:
             return True
         if not math.isfinite(error):
             return False
-        rate = max(rate, error / (before * before))
-    return error <= 64 * rounding
+    return False
 
 
-@njit(**OPTIONS)
-def _move(group, t, backwards, y, push, trace, keep, work, M):  # pragma: kernel
+@_inner
+def _move(group, t, at, s, backwards, y, push, work):  # pragma: kernel
     """Solve the substeps of a group one after the other, and write the states into y."""
-    index, linear, A, a, B, R, K = group
-    E = index.shape[0]
-    k = len(K)
+    index, linear, trace, A, a, B = group
+    E, k = index.shape
     t = min(t, A.shape[0] - 1)
-    before, c, x = work[7], work[8], work[9]
+    before, c, x = work[8], work[9], work[10]
     for number in range(E):
         e = E - 1 - number if backwards else number
         for i in range(k):
-            before[i] = y[index[e, i]]
-            c[i] = before[i] + push[index[e, i]] if push.shape[0] else before[i]
-        if not _solve(
-            linear, A[t, e], a[t, e], B[t, e], before, c, x, work, M, R, K
-        ):
+            entry = index[e, i]
+            before[i] = y[entry]
+            c[i] = before[i]
+            if push.shape[0]:
+                c[i] += push[entry]
+        equation = linear, A[t, e], a[t, e], B[t, e], before[:k], c, x
+        if not _solve(*equation, work):
             return False
         for i in range(k):
             y[index[e, i]] = x[i]
-            if keep:
-                trace[e, 0, i] = before[i]
-                trace[e, 1, i] = x[i]
+            trace[at, s, e, 0, i] = before[i]
+            trace[at, s, e, 1, i] = x[i]
     return True
 
 
-@njit(**OPTIONS)
+@_inner
+def _workspace(own, plant, link):  # pragma: kernel
+    """Eleven vectors, and a matrix below them, for the largest equation."""
+    size = 0
+    for A in (own[3], plant[3], link[3]):
+        size = max(size, A.shape[2], A.shape[3])
+    return np.empty((11 + size, size))
+
+
 def _forward(
-    states,
-    middles,
-    push,
-    first,
-    own_trace,
-    plant_trace,
-    link_trace,
-    own,
-    plant,
-    link,
+    low, high, states, middles, push, first, own, plant, link
 ):  # pragma: kernel
     """All steps of some samples; the number of the step that failed, or -1."""
-    steps, S, D = middles.shape
-    size = max(
-        len(own[5]),
-        len(own[6]),
-        len(plant[5]),
-        len(plant[6]),
-        len(link[5]),
-        len(link[6]),
-    )
-    work = np.empty((11, size))
-    M = np.empty((size, size))
+    steps, _, D = middles.shape
+    work = _workspace(own, plant, link)
     nothing = np.empty(0)
-    keep = own_trace.shape[0] == steps
     y = np.empty(D)
-    for s in range(S):
+    for s in range(low, high):
         y[:] = states[0, s]
         for n in range(steps):
             t = first + n
-            at = n if keep else 0
+            at = min(n, own[2].shape[0] - 1)
             force = push[n, s] if push.shape[0] else nothing
             odd = t % 2 == 1
             fine = True
             if odd:
-                fine = _move(
-                    link, t, True, y, nothing, link_trace[at, s], keep, work, M
-                )
-                fine &= _move(
-                    plant,
-                    t,
-                    True,
-                    y,
-                    nothing,
-                    plant_trace[at, s],
-                    keep,
-                    work,
-                    M,
-                )
+                fine &= _move(link, t, at, s, odd, y, nothing, work)
+                fine &= _move(plant, t, at, s, odd, y, nothing, work)
                 middles[n, s] = y
-            fine &= _move(
-                own, t, False, y, force, own_trace[at, s], keep, work, M
-            )
+            fine &= _move(own, t, at, s, odd, y, force, work)
             if not odd:
                 middles[n, s] = y
-                fine &= _move(
-                    plant,
-                    t,
-                    False,
-                    y,
-                    nothing,
-                    plant_trace[at, s],
-                    keep,
-                    work,
-                    M,
-                )
-                fine &= _move(
-                    link, t, False, y, nothing, link_trace[at, s], keep, work, M
-                )
+                fine &= _move(plant, t, at, s, odd, y, nothing, work)
+                fine &= _move(link, t, at, s, odd, y, nothing, work)
             if not fine:
                 return t
             states[n + 1, s] = y
     return -1
 
 
-@njit(**OPTIONS)
-def _pull(
-    group, t, backwards, g, g_push, trace, gradients, work, M
-):  # pragma: kernel
+@_inner
+def _pull(group, t, n, s, backwards, g, g_push, work):  # pragma: kernel
     """From the gradient of the states after a group to that before it; adds those of weights."""
-    index, linear, A, a, B, R, K = group
-    dA, da, dB = gradients
-    E = index.shape[0]
-    r = len(R)
-    k = len(K)
+    index, linear, trace, A, a, B, dA, da, dB = group
+    E, k = index.shape
+    r = A.shape[2]
     t = min(t, A.shape[0] - 1)
-    z, u, value, end = work[0], work[1], work[2], work[3]
-    v, pull, start = work[4], work[5], work[6]
+    z, u, value, end, start = work[0], work[1], work[2], work[3], work[4]
+    v, M = work[5], work[11:]
     for number in range(E):
         e = number if backwards else E - 1 - number  # the last substep first
-        y = trace[e, 0]
-        x = trace[e, 1]
-        _rows(A[t, e], a[t, e], y, z, R, K)
-        _rows(A[t, e], a[t, e], x, u, R, K)
-        _chords(linear, z, u, value, end, start, R)
-        _matrix(A[t, e], B[t, e], end, M, R, K)
-        _transpose(M, K)
+        y = trace[n, s, e, 0]
+        x = trace[n, s, e, 1]
+        _rows(A[t, e], a[t, e], y, z)
+        _chords(linear, A[t, e], a[t, e], x, z, u, value, end, start)
+        _matrix(A[t, e], B[t, e], end, M)
         for i in range(k):
             v[i] = g[index[e, i]]
-        _eliminate(M, v, K)
+        _eliminate(M.T, v, k)
         for j in range(r):
             total = 0.0
             for i in range(k):
                 total += B[t, e, i, j] * v[i]
-            start[j] = start[j] * total
-            pull[j] = end[j] * total
-            da[t, e, j] += pull[j] + start[j]
+            end[j] *= total
+            start[j] *= total
+            da[t, e, j] += end[j] + start[j]
         for i in range(k):
             if g_push.shape[0]:
                 g_push[index[e, i]] += v[i]
@@ -524,77 +427,32 @@ def _pull(
                 dB[t, e, i, j] += v[i] * value[j]
         for j in range(r):
             for i in range(k):
-                dA[t, e, j, i] += pull[j] * x[i] + start[j] * y[i]
+                dA[t, e, j, i] += end[j] * x[i] + start[j] * y[i]
                 v[i] += A[t, e, j, i] * start[j]
         for i in range(k):
             g[index[e, i]] = v[i]
 
 
-@njit(**OPTIONS)
 def _backward(
-    cotangents, g_y, g_push, first, own_trace, plant_trace, link_trace,
-    own, plant, link, d_own, d_plant, d_link,
-):  # pragma: kernel  # fmt: skip
+    low, high, cotangents, g_y, g_push, first, own, plant, link
+):  # pragma: kernel
     """The gradients of some samples, from those of all states."""
     steps = cotangents.shape[0] - 1
-    S, D = g_y.shape
-    size = max(
-        len(own[5]),
-        len(own[6]),
-        len(plant[5]),
-        len(plant[6]),
-        len(link[5]),
-        len(link[6]),
-    )
-    work = np.empty((11, size))
-    M = np.empty((size, size))
+    work = _workspace(own, plant, link)
     nothing = np.empty(0)
-    g = np.empty(D)
-    for s in range(S):
+    g = np.empty(g_y.shape[1])
+    for s in range(low, high):
         g[:] = cotangents[steps, s]
         for n in range(steps - 1, -1, -1):
             t = first + n
             odd = t % 2 == 1
             force = g_push[n, s] if g_push.shape[0] else nothing
             if not odd:
-                _pull(
-                    link,
-                    t,
-                    False,
-                    g,
-                    nothing,
-                    link_trace[n, s],
-                    d_link,
-                    work,
-                    M,
-                )
-                _pull(
-                    plant,
-                    t,
-                    False,
-                    g,
-                    nothing,
-                    plant_trace[n, s],
-                    d_plant,
-                    work,
-                    M,
-                )
-            _pull(own, t, False, g, force, own_trace[n, s], d_own, work, M)
+                _pull(link, t, n, s, odd, g, nothing, work)
+                _pull(plant, t, n, s, odd, g, nothing, work)
+            _pull(own, t, n, s, odd, g, force, work)
             if odd:
-                _pull(
-                    plant,
-                    t,
-                    True,
-                    g,
-                    nothing,
-                    plant_trace[n, s],
-                    d_plant,
-                    work,
-                    M,
-                )
-                _pull(
-                    link, t, True, g, nothing, link_trace[n, s], d_link, work, M
-                )
-            for i in range(D):
-                g[i] += cotangents[n, s, i]
+                _pull(plant, t, n, s, odd, g, nothing, work)
+                _pull(link, t, n, s, odd, g, nothing, work)
+            g += cotangents[n, s]
         g_y[s] = g

@@ -11,7 +11,7 @@ from hdnn import engine as engines
 from hdnn.control import kernel
 from hdnn.control.certificate import Balance, LoopCertificate, balance, certify
 from hdnn.control.controller import Controller
-from hdnn.control.plant import Plant
+from hdnn.control.plant import Plant, times
 from hdnn.control.step import System, system
 from hdnn.errors import (
     ConvergenceError,
@@ -89,12 +89,9 @@ class ClosedLoop(nn.Module):
                 f"z must be (*batch, {N}, {p}), but is {tuple(z.shape)}."
             )
         z = z.to(self.controller.K)
-        xi = (
-            torch.as_tensor(xi)
-            .to(z)
-            .expand(*z.shape[:-1], self.controller.states)
-        )
-        return torch.cat([z, xi], -1)
+        shape = *z.shape[:-1], self.controller.states
+        xi = torch.as_tensor(xi).to(z)
+        return torch.cat([z, xi.expand(shape)], -1)
 
     def forward(
         self, y: Tensor, horizons: int = 1, forces: Any = None
@@ -161,7 +158,7 @@ class ClosedLoop(nn.Module):
         plant = self.plant
         w = torch.as_tensor(forces).to(self.controller.K)
         w = w.expand(steps, *batch, plant.agents, plant.inputs)
-        moved = self.step * (plant.g.to(w) @ w.unsqueeze(-1)).squeeze(-1)
+        moved = self.step * times(plant.g.to(w), w)
         padded = torch.nn.functional.pad(moved, (0, self.controller.states))
         return padded.reshape(steps, batch.numel(), -1)
 
@@ -171,20 +168,16 @@ class ClosedLoop(nn.Module):
         With a tensor of steps `(L,)`, the states are `(L, *batch, N, n)`.
         """
         p = self.plant.states
-        return self.plant.energy(y[..., :p]) + self.controller.energy(
-            y[..., p:], t
-        )
+        plants = self.plant.energy(y[..., :p])
+        return plants + self.controller.energy(y[..., p:], t)
 
     def inputs(self, trajectory: Tensor) -> Tensor:
         """The inputs `(steps, *batch, N, m)` of the plants along a trajectory, from step 0 on."""
         xi = trajectory[:-1, ..., self.plant.states :]
         t = torch.arange(len(xi), device=xi.device)
-        rows = self.controller.rows(xi, t)
-        K = self.controller.K[t.clamp(max=self.controller.steps - 1)]
-        ports = (K @ self.controller.G).view(
-            len(t), *[1] * (xi.ndim - 3), *K.shape[1:-1], -1
-        )
-        return -(ports.mT @ torch.tanh(rows).unsqueeze(-1)).squeeze(-1)
+        K, _ = self.controller.weights(t, xi.ndim)
+        chords = torch.tanh(self.controller.rows(xi, t))
+        return -times((K @ self.controller.G).mT, chords)
 
     @torch.no_grad()
     def balance(
@@ -224,8 +217,8 @@ class ClosedLoop(nn.Module):
         R = self.plant.R
         g = self.plant.g
         inverse = torch.linalg.pinv(R, rtol=1e-12, hermitian=True)
-        damped = R @ inverse @ g
-        if bool(((damped - g).abs() > 1e-9 * g.abs().amax()).any()):
+        undamped = (g - R @ inverse @ g).abs()
+        if bool((undamped > 1e-9 * g.abs().amax()).any()):
             return float("inf")
         return float(torch.linalg.matrix_norm(g.mT @ inverse @ g, 2).amax())
 

@@ -95,11 +95,9 @@ class Plant(nn.Module):
             raise OptionError(
                 "weights must be >= 0, or the energy has no lower bound."
             )
-        names = (
-            [activation] * r
-            if isinstance(activation, str)
-            else list(activation)
-        )
+        names = list(activation)
+        if isinstance(activation, str):
+            names = [activation] * r
         if len(names) != r:
             raise ShapeError(
                 f"activation must be one name or {r} names, but got {activation!r}."
@@ -139,22 +137,19 @@ class Plant(nn.Module):
 
     def rows(self, z: Tensor) -> Tensor:
         """`A z + a` for states `(*batch, N, p)`."""
-        return (self.A.to(z) @ z.unsqueeze(-1)).squeeze(-1) + self.a.to(z)
+        return times(self.A.to(z), z) + self.a.to(z)
 
     def energy(self, z: Tensor) -> Tensor:
         """The energy of all agents together in the states `(*batch, N, p)`: `(*batch,)`."""
-        energies = self.weights.to(z) * activations.by_row(
-            self.activation
-        ).integral(self.rows(z))
+        sigma = activations.by_row(self.activation)
+        energies = self.weights.to(z) * sigma.integral(self.rows(z))
         return energies.sum((-2, -1))
 
     def rest(self) -> Tensor:
         """States `(N, p)` in which no agent is moved by its own energy."""
-        z = -(torch.linalg.pinv(self.A) @ self.a.unsqueeze(-1)).squeeze(-1)
-        forces = self.weights * activations.by_row(self.activation)(
-            self.rows(z)
-        )
-        slope = (self.A.mT @ forces.unsqueeze(-1)).squeeze(-1)
+        z = -times(torch.linalg.pinv(self.A), self.a)
+        sigma = activations.by_row(self.activation)
+        slope = times(self.A.mT, self.weights * sigma(self.rows(z)))
         size = self.A.abs().sum((-2, -1)) * (1 + self.a.abs().sum(-1))
         if bool((slope.abs().amax(-1) > 1e-9 * size).any()):
             raise OptionError(
@@ -210,9 +205,7 @@ def robots(
     identity = torch.eye(d, dtype=torch.float64)
     zero = torch.zeros_like(identity)
     A = torch.block_diag(spring**0.5 * identity, mass**-0.5 * identity)
-    J = torch.cat(
-        [torch.cat([zero, identity], 1), torch.cat([-identity, zero], 1)]
-    )
+    J = blocks([[zero, identity], [-identity, zero]])
     R = torch.block_diag(zero, damping * identity)
     g = torch.cat([zero, identity])
     a = torch.cat([-(spring**0.5) * targets, torch.zeros_like(targets)], 1)
@@ -313,9 +306,8 @@ def _chain(
     g[:, 1, 0] = 1
     for e, ((i, _), slot) in enumerate(owned.items()):
         A[i, slot, slot] = coupling**0.5
-        J[i, slot, 1] = (
-            1  # the spring is drawn out by the difference of the velocities
-        )
+        # The spring is drawn out by the difference of the velocities.
+        J[i, slot, 1] = 1
         J[i, 1, slot] = -1
         couplings[e, slot, 1] = -1
     return {
@@ -344,11 +336,8 @@ def edges(links: Any, agents: int) -> Edges:
         links = links.triu(1).nonzero().tolist()
     pairs = set()
     for pair in links or ():
-        if (
-            len(pair) != 2
-            or pair[0] == pair[1]
-            or not all(0 <= i < agents for i in pair)
-        ):
+        ends = {i for i in pair if 0 <= i < agents}
+        if len(pair) != 2 or len(ends) != 2:
             raise OptionError(
                 f"links must be pairs of two of the agents 0 .. {agents - 1}, but one is {pair!r}."
             )
@@ -360,19 +349,26 @@ def colours(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Groups of pairs that share no agent: each pair joins the first group that it fits into."""
     groups: list[list[tuple[int, int]]] = []
     for pair in pairs:
-        free = [
-            group
-            for group in groups
-            if not any(set(pair) & set(other) for other in group)
-        ]
-        if free:
-            free[0].append(pair)
+        for group in groups:
+            if not any(set(pair) & set(other) for other in group):
+                group.append(pair)
+                break
         else:
             groups.append([pair])
     return groups
 
 
-# Checks
+# Matrices
+
+
+def times(A: Tensor, x: Tensor) -> Tensor:
+    """`A x` for matrices `(*batch, r, k)` and vectors `(*batch, k)`."""
+    return (A @ x.unsqueeze(-1)).squeeze(-1)
+
+
+def blocks(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The matrix of these blocks, row by row."""
+    return torch.cat([torch.cat([*row], -1) for row in rows], -2)
 
 
 def check_skew(name: str, J: Tensor) -> None:
@@ -387,9 +383,7 @@ def _check_semidefinite(R: Tensor) -> None:
     size = R.abs().amax()
     if bool(((R - R.mT).abs() > ROUNDING * size).any()):
         raise OptionError("R must be symmetric; use (R + R.mT) / 2.")
-    if R.numel() and float(torch.linalg.eigvalsh(R).amin()) < -ROUNDING * float(
-        size
-    ):
+    if bool((torch.linalg.eigvalsh(R) < -ROUNDING * size).any()):
         raise OptionError(
             "R must be positive semidefinite, for it takes energy away."
         )

@@ -18,9 +18,8 @@ from hdnn.control.plant import robots
 from hdnn.errors import DataError, OptionError, ShapeError
 
 TRIES = 100  # draws of colliding starts before giving up
-SWIRL = (
-    3.0  # seconds for which controllers push their robots to one side at first
-)
+# Seconds for which controllers push their robots to one side at first.
+SWIRL = 3.0
 
 
 @dataclass(eq=False)
@@ -57,12 +56,8 @@ class LoopProblem:
         N = self.loop.plant.agents
         p = self.loop.plant.states
         self.z = torch.as_tensor(self.z).detach().double()
-        self.xi = (
-            torch.as_tensor(self.xi)
-            .detach()
-            .double()
-            .expand(N, self.loop.controller.states)
-        )
+        xi = torch.as_tensor(self.xi).detach().double()
+        self.xi = xi.expand(N, self.loop.controller.states)
         if self.z.shape != (N, p):
             raise ShapeError(
                 f"z must be {(N, p)}, a row an agent, but is {tuple(self.z.shape)}."
@@ -78,8 +73,9 @@ class LoopProblem:
 
     @property
     def dimensions(self) -> int:
-        """The number of coordinates of a position."""
-        return getattr(self.cost, "dimensions", 2)
+        """The coordinates of a position: those of the cost, or one for each input of an agent."""
+        own = getattr(self.cost, "dimensions", None)
+        return own or self.loop.plant.inputs
 
     def start(self) -> Tensor:
         """States of the loop at z and xi, `(N, n)`."""
@@ -105,10 +101,9 @@ class LoopProblem:
         z = self.z.repeat(count, 1, 1)
         again = torch.arange(count)
         for _ in range(TRIES):
+            z[again] = self.z
             moves = torch.from_numpy(self._moves(source, len(again), disc))
-            z[again, :, : self.dimensions] = (
-                self.z[:, : self.dimensions] + self.radius * moves
-            )
+            z[again, :, : self.dimensions] += self.radius * moves
             again = again[self._colliding(z[again])]
             if not len(again):
                 return self.loop.start(z, self.xi)
@@ -120,11 +115,7 @@ class LoopProblem:
     def _moves(
         self, source: np.random.Generator, count: int, disc: bool
     ) -> np.ndarray:
-        shape = (
-            count,
-            self.loop.plant.agents,
-            min(self.dimensions, self.loop.plant.states),
-        )
+        shape = count, self.loop.plant.agents, self.dimensions
         if not disc:
             return source.uniform(-1, 1, shape)
         way = source.standard_normal(shape)
@@ -185,21 +176,17 @@ def crossing(
             12, steps, links=links, dissipation=[0.0, 0.0, 12.0, 12.0]
         )
     identity = torch.eye(2, dtype=torch.float64)
-    time = horizon / steps * torch.arange(steps)
+    springs = torch.block_diag(0.5 * identity, 2 * identity)
+    ports = torch.cat([identity, 3 * identity])
+    h = horizon / steps
+    time = h * torch.arange(steps)
     push = torch.where(time < SWIRL, -2 * torch.cos(math.pi * time / 6), 0.0)
     aside = torch.stack([-z[:, 1], z[:, 0]], 1) / 3
     with torch.no_grad():
-        controller.K.copy_(
-            torch.block_diag(0.5 * identity, 2 * identity) + normal(12, 4, 4)
-        )
-        controller.G.copy_(
-            torch.cat([identity, 3 * identity]) + normal(12, 4, 2)
-        )
+        controller.K.copy_(springs + normal(12, 4, 4))
+        controller.G.copy_(ports + normal(12, 4, 2))
         controller.b[..., :2].copy_(push.view(-1, 1, 1) * aside)
         controller.C.copy_(normal(*controller.C.shape))
-    loop = ClosedLoop(
-        robots(-z[:, :2]), controller, horizon / steps, engine=engine
-    )
-    return LoopProblem(
-        loop, z, torch.tensor([0.0, 0.0, 3.0, 3.0]), cost or Cost()
-    )
+    loop = ClosedLoop(robots(-z[:, :2]), controller, h, engine=engine)
+    xi = torch.tensor([0.0, 0.0, 3.0, 3.0])
+    return LoopProblem(loop, z, xi, cost or Cost())

@@ -14,7 +14,7 @@ outside act in the agents' own substeps, to which h g w is added: they supply h 
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hdnn import activations, implicit
-from hdnn.control.plant import colours
+from hdnn.control.plant import blocks, colours
 
 if TYPE_CHECKING:
     from hdnn.control.loop import ClosedLoop
@@ -31,16 +31,14 @@ if TYPE_CHECKING:
 class Substeps(NamedTuple):
     """Equations `x = y + B chord(A y + a, A x + a)` of E agents or edges, for each step."""
 
-    entries: (
-        Tensor  # (E, k): the entries of the flattened state (N n,) that move
-    )
+    # (E, k): the entries of the flattened state (N n,) that move.
+    entries: Tensor
     A: Tensor  # (T, E, r, k)
     a: Tensor  # (T, E, r)
     B: Tensor  # (T, E, k, r)
     rows: tuple[str, ...]  # the activation of each row
-    groups: tuple[
-        slice, ...
-    ]  # equations that share no entry, and are solved together
+    # Equations that share no entry are solved together.
+    groups: tuple[slice, ...]
 
     def solve(self, y: Tensor, t: int, push: Tensor | None = None) -> Tensor:
         """The states `(S, N n)` after the substeps of step t, from y; `push` is added to them."""
@@ -89,9 +87,9 @@ class System(NamedTuple):
                 y = self.plant_edges.solve(y, t)
                 y = self.controller_edges.solve(y, t)
             states.append(y)
-        return torch.stack(states), torch.stack(
-            middles
-        ) if middles else y.new_zeros(0, *y.shape)
+        if not middles:
+            return torch.stack(states), y.new_zeros(0, *y.shape)
+        return torch.stack(states), torch.stack(middles)
 
 
 def system(loop: ClosedLoop) -> System:
@@ -103,9 +101,8 @@ def system(loop: ClosedLoop) -> System:
     p = plant.states
     index = torch.arange(N * (p + c), device=K.device).view(N, p + c)
     A = plant.A.to(K)
-    slopes = A.mT * plant.weights.to(K).unsqueeze(
-        -2
-    )  # from chords to the gradient
+    # From chords to the gradient of the energy.
+    slopes = A.mT * plant.weights.to(K).unsqueeze(-2)
     time = (T, 1, 1, 1)
     own = Substeps(
         index,
@@ -143,8 +140,8 @@ def _interconnection(loop: ClosedLoop) -> Tensor:
     G = controller.G
     port = G @ plant.g.to(G).mT
     damped = controller.J.to(G) - torch.diag_embed(controller.R.to(G))
-    top = torch.cat([(plant.J - plant.R).to(G), -port.mT], -1)
-    return torch.cat([top, torch.cat([port, damped], -1)], -2)
+    moved = (plant.J - plant.R).to(G)
+    return blocks([[moved, -port.mT], [port, damped]])
 
 
 def _edges(h, index, links, couplings, rows, names) -> Substeps:
@@ -155,10 +152,9 @@ def _edges(h, index, links, couplings, rows, names) -> Substeps:
     )
     i, k = ends.unbind(1)
     zero = torch.zeros_like(couplings)
-    top = torch.cat([zero, couplings], -1)
-    skew = torch.cat([top, torch.cat([-couplings.mT, zero], -1)], -2)
+    skew = blocks([[zero, couplings], [-couplings.mT, zero]])
     sizes = [len(group) for group in colours(links)]
-    bounds = [sum(sizes[:g]) for g in range(len(sizes) + 1)]
+    bounds = accumulate(sizes, initial=0)
     return Substeps(
         torch.cat([index[i], index[k]], -1),
         _diagonal(A[:, i], A[:, k]),

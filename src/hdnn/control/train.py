@@ -79,16 +79,13 @@ class LoopTraining:
         self.batch = positive_int("batch", batch)
         self.rate = positive_float("rate", rate)
         self.seed = seed
-        weights = [
-            weight for weight in self.loop.parameters() if weight.requires_grad
-        ]
+        weights = [w for w in self.loop.parameters() if w.requires_grad]
         if not weights:
             raise OptionError(
                 "all weights of the controllers are frozen; nothing can be trained."
             )
-        self.optimizer = torch.optim.Adam(
-            weights, lr=self.rate, betas=BETAS, fused=True
-        )
+        options: dict[str, Any] = {"betas": BETAS, "fused": True}
+        self.optimizer = torch.optim.Adam(weights, lr=self.rate, **options)
         self.history: dict[str, list[float]] = {}
         self.done = 0
         self.folder = folder
@@ -123,24 +120,20 @@ class LoopTraining:
         last = self.iterations if until is None else min(until, self.iterations)
         saved = time.monotonic()
         threads = torch.get_num_threads()
-        torch.set_num_threads(
-            1
-        )  # idle threads of PyTorch would spin on the kernel's cores
+        # Idle threads of PyTorch would spin on the kernel's cores.
+        torch.set_num_threads(1)
         try:
             with ExitStack() as stack:
-                line = (
-                    stack.enter_context(Progress("training", last))
-                    if progress
-                    else None
-                )
+                line = None
+                if progress:
+                    line = stack.enter_context(Progress("training", last))
                 if self.folder is not None:
                     checkpoint.open_folder(self.folder, True, stack)
                 while self.done < last:
                     self._iterate()
                     if line is not None:
-                        line.update(
-                            self.done, f"cost {self.history['cost'][-1]:.4g}"
-                        )
+                        cost = self.history["cost"][-1]
+                        line.update(self.done, f"cost {cost:.4g}")
                     stop = callback is not None and callback(self)
                     if time.monotonic() - saved > SAVE_EVERY:
                         self._save()
@@ -191,8 +184,9 @@ class LoopTraining:
         if not hasattr(cost, "terms"):
             return cost(self.loop, trajectory), {}
         terms = cost.terms(self.loop, trajectory)
-        values = {name: float(term.detach()) for name, term in terms.items()}
-        return torch.stack(list(terms.values())).sum(), values
+        total = torch.stack([*terms.values()])
+        values = zip(terms, total.tolist(), strict=True)
+        return total.sum(), dict(values)
 
     # The checkpoint
 
@@ -213,14 +207,9 @@ class LoopTraining:
     def _save(self) -> None:
         if self.folder is not None:
             values = {"done": self.done, "history": self.history}
-            checkpoint.write(
-                Path(self.folder),
-                self.identity,
-                values,
-                {},
-                self.loop,
-                self.optimizer,
-            )
+            state = (self.loop, self.optimizer)
+            place = Path(self.folder)
+            checkpoint.write(place, self.identity, values, {}, *state)
 
     def _restore(self, folder: str | Path) -> None:
         saved = checkpoint.read(Path(folder), self.identity)

@@ -28,9 +28,7 @@ from hdnn.distributed.plan import Halo, Plan
 from hdnn.errors import HDNNError, OptionError
 
 PATIENCE = timedelta(seconds=2)  # for the store, after a fault
-LATE = re.compile(
-    "timed? ?out", re.IGNORECASE
-)  # in what gloo and the store say
+LATE = re.compile("timed? ?out", re.IGNORECASE)  # as gloo and the store say
 
 
 class LostError(HDNNError):
@@ -111,16 +109,16 @@ class Messages:
 
     def traffic(self) -> list[list[int]]:
         """`[from, to, messages, bytes]` of all processes that talked, at the root."""
-        counts = torch.zeros(
-            self.plan.size, self.plan.size, 2, dtype=torch.int64
-        )
+        size = self.plan.size
+        counts = torch.zeros(size, size, 2, dtype=torch.int64)
         for peer, sent in self.sent.items():
-            counts[self.plan.rank, peer] = torch.tensor(
-                [sent, self.bytes[peer]]
-            )
+            counts[self.plan.rank, peer, 0] = sent
+            counts[self.plan.rank, peer, 1] = self.bytes[peer]
+        rows = []
         counts = self.up(counts)
-        pairs = counts[..., 0].nonzero().tolist()
-        return [[i, k, *counts[i, k].tolist()] for i, k in pairs]
+        for i, k in counts[..., 0].nonzero().tolist():
+            rows.append([i, k, *counts[i, k].tolist()])
+        return rows
 
     # Beginning and end
 
@@ -144,12 +142,9 @@ class Messages:
             self.store.set(f"read-{self.plan.rank}", "")
             done = [f"read-{rank}" for rank in range(self.plan.size)]
             self.store.wait(done, PATIENCE)
+        first = entries[0]
         for rank, entry in enumerate(entries):
-            differing = [
-                word
-                for word in facts
-                if entry.get(word) != entries[0].get(word)
-            ]
+            differing = [k for k in facts if entry.get(k) != first.get(k)]
             if differing:
                 raise OptionError(
                     f"{self.plan.name(rank)} has another {' and another '.join(differing)} than "
@@ -167,18 +162,16 @@ class Messages:
             return text
         with contextlib.suppress(RuntimeError):
             self.store.set_timeout(PATIENCE)
-            return self.store.compare_set("fault", "", text).decode(
-                errors="replace"
-            )
+            reason = self.store.compare_set("fault", "", text)
+            return reason.decode(errors="replace")
         return text
 
     def lost(self, rank: int, error: RuntimeError) -> LostError:
         """The error for a lost process; all processes name the one that was lost first."""
         reason = f"{self.plan.name(rank)} is gone"
         if LATE.search(str(error)):
-            reason = (
-                f"{self.plan.name(rank)} sent nothing for {self.timeout:g} s"
-            )
+            silent = self.plan.name(rank)
+            reason = f"{silent} sent nothing for {self.timeout:g} s"
         reason = self.report(reason).rstrip(".")
         return LostError(
             f"the training stopped because {reason}; start it again with resume."
@@ -208,15 +201,12 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
         raise OptionError(
             "this process is in a process group already; destroy that first."
         )
-    os.environ.setdefault(
-        "TORCH_GLOO_LAZY_INIT", "1"
-    )  # otherwise all connect to all
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(
-        size
-    ):  # one machine: nothing leaves it
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"
-        )
+    # Otherwise all connect to all.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # On one machine nothing leaves it.
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     wait = timedelta(seconds=timeout)
     met: list[Any] = []
 
@@ -229,9 +219,8 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
     thread.start()
     thread.join(timeout)
     if not met:
-        address = ":".join(
-            os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT")
-        )
+        host = os.environ.get("MASTER_ADDR", "?")
+        address = f"{host}:{os.environ.get('MASTER_PORT', '?')}"
         raise LostError(
             f"rendezvous of {size} processes at {address} failed in {timeout:g} s."
         )
@@ -295,29 +284,24 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, halo: Halo, messages: Messages, reverse: bool
     ) -> Tensor:
         ctx.settings = halo, messages, reverse
-        batch = x.shape[1]
+        own = {}
+        for peer, rows in halo.send.items():
+            own[peer] = x.index_select(0, rows)
+        others = {}
+        for peer, (first, last) in halo.receive.items():
+            rows = (
+                x[first:last]
+                if reverse
+                else x.new_empty(last - first, x.shape[1])
+            )
+            others[peer] = rows.contiguous()
         if not reverse:
-            out = {
-                peer: x.index_select(0, rows)
-                for peer, rows in halo.send.items()
-            }
-            into = {}
-            for peer, (first, last) in halo.receive.items():
-                into[peer] = x.new_empty(last - first, batch)
-            messages.swap(out, into)
-            return torch.cat([x, *into.values()])
-        out = {
-            peer: x[first:last].contiguous()
-            for peer, (first, last) in halo.receive.items()
-        }
-        into = {
-            peer: x.new_empty(len(rows), batch)
-            for peer, rows in halo.send.items()
-        }
-        messages.swap(out, into)
+            messages.swap(own, others)
+            return torch.cat([x, *others.values()])
+        messages.swap(others, own)
         total = x[: halo.rows].clone(memory_format=torch.contiguous_format)
         for peer, rows in halo.send.items():
-            total.index_add_(0, rows, into[peer])
+            total.index_add_(0, rows, own[peer])
         return total
 
     @staticmethod

@@ -35,9 +35,8 @@ from hdnn.errors import (
 )
 from hdnn.sparsity import Breach, Sparsity
 
-Links = list[
-    list[int]
-]  # the neighbours of each node, itself among them, in order
+# The neighbours of each node, itself among them, in order.
+Links = list[list[int]]
 
 KEYS = ("nodes", "edges", "R", "T", "sizes", "names", "columns")
 NAME = re.compile(r"[^\W_]([\w .-]{0,62}[\w-])?")  # files are called by it
@@ -108,20 +107,14 @@ class Graph:
             )
         self.R = self._designed() if R is None else self._pattern("R", R)
         # R + R^T + T: the links that carry messages.
-        self.used = [
-            sorted({*row, *back, *own})
-            for row, back, own in zip(
-                self.R, sparsity.transposed(self.R), self.T, strict=True
-            )
-        ]
+        back = sparsity.transposed(self.R)
+        self.used = _union(_union(self.R, back), self.T)
 
     @property
     def talking(self) -> Links:
         """The links in use, or the edges if links in use do not join all nodes that edges join."""
         if self.S is not None and len(sparsity.groups(self.used)) > 1:
-            return [
-                sorted({*a, *b}) for a, b in zip(self.used, self.S, strict=True)
-            ]
+            return _union(self.used, self.S)
         return self.used
 
     @classmethod
@@ -321,6 +314,10 @@ def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
             )
         seen.add(name.casefold())
     return tuple(names)
+
+
+def _union(first: Links, second: Links) -> Links:
+    return [sorted({*a, *b}) for a, b in zip(first, second, strict=True)]
 
 
 def _matrix(links: Links) -> torch.Tensor:

@@ -50,18 +50,9 @@ def launch(
     plan = Plan(
         graph, partition(graph, graph.nodes if processes is None else processes)
     )
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-    ]
-    command += [
-        f"--nproc-per-node={plan.size}",
-        f"--max-restarts={restarts}",
-        __file__,
-    ]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run"]
+    command += ["--standalone", f"--nproc-per-node={plan.size}"]
+    command += [f"--max-restarts={restarts}", __file__]
     # No script may import modules from the current folder: it might have a torch.py.
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -132,10 +123,9 @@ def main() -> None:
         )
         sys.stderr.flush()
         os._exit(1)  # gloo may wait forever for a connection that is being made
+    metrics.pop("model", None)
     if metrics:
-        _print(
-            {name: value for name, value in metrics.items() if name != "model"}
-        )
+        _print(metrics)
 
 
 if __name__ == "__main__":

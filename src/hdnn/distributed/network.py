@@ -52,16 +52,17 @@ class GraphForce(NamedTuple):
         """
         halo = self.halo
         state = exchange(x.mT, halo, self.messages)
-        batch = state.shape[1]
+        batch = len(x)
         contributions = state.new_zeros(halo.extended, batch)
         row = 0
         for group in halo.groups:
             nodes, rows, _ = group.shape
             K = self.K[group.first : group.last].view(group.shape)
-            b = self.b[row : row + nodes * rows].view(nodes, 1, rows)
-            row += nodes * rows
-            x = state.index_select(0, group.columns).view(nodes, -1, batch).mT
-            moved = schemes.Force(K, b)(x, sigma).mT.flatten(0, 1)
+            last = row + nodes * rows
+            b = self.b[row:last].view(nodes, 1, rows)
+            row = last
+            x = state.index_select(0, group.columns).view(nodes, -1, batch)
+            moved = schemes.Force(K, b)(x.mT, sigma).mT.flatten(0, 1)
             contributions = contributions.index_add(0, group.columns, moved)
         v = exchange(contributions, halo, self.messages, reverse=True).mT
         return v if halo.scale == 1 else _turned(v, halo)
@@ -149,10 +150,10 @@ class GraphNetwork(nn.Module):
 
     def smoothness(self) -> Tensor:
         """The own share of the penalty on differences between neighbouring layers."""
-        squares = [
-            weight.diff(dim=0).square().sum() for weight in self.parameters()
-        ]
-        return 0.5 * self.step * torch.stack(squares).sum()
+        total = torch.zeros(())
+        for weight in self.parameters():
+            total = total + weight.diff(dim=0).square().sum()
+        return 0.5 * self.step * total
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, gain: float = 1.0) -> None:

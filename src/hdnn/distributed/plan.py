@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,9 @@ def partition(graph: Graph, parts: int) -> list[int]:
         parts: the number of processes.
 
     Raises:
-        OptionError: if there are more processes than nodes.
+        OptionError: if there are more processes than nodes, or links do not join all nodes.
     """
+    graph.check()
     nodes = graph.nodes
     if positive_int("processes", parts) > nodes:
         raise OptionError(
@@ -34,37 +35,35 @@ def partition(graph: Graph, parts: int) -> list[int]:
         return list(range(nodes))
     if parts > 1 and importlib.util.find_spec("pymetis"):
         owner = _metis(graph, parts)
-        if (
-            len(set(owner)) == parts
-        ):  # it may leave a part of a tiny graph empty
+        # It may leave a process of a tiny graph without a node.
+        if len(set(owner)) == parts:
             return owner
     owner = [0] * nodes
-    for place, node in enumerate(_breadth_first(graph.talking, 0)[0]):
+    for place, node in enumerate(_breadth_first(graph.talking, 0)):
         owner[node] = place * parts // nodes
     return owner
 
 
 def _metis(graph: Graph, parts: int) -> list[int]:
+    neighbours = []
+    for node, row in enumerate(graph.used):
+        neighbours.append([other for other in row if other != node])
     pymetis = require("pymetis", extra="graph")
-    neighbours = [
-        [k for k in row if k != i] for i, row in enumerate(graph.used)
-    ]
-    _, owner = pymetis.part_graph(parts, adjacency=neighbours)
-    return [int(part) for part in owner]
+    return list(pymetis.part_graph(parts, adjacency=neighbours)[1])
 
 
 def _breadth_first(
-    links: Sequence[Sequence[int]], root: int
-) -> tuple[list[int], dict[int, int]]:
-    """The nodes in order of their distance from the root, and the parent of each."""
+    links: Sequence[Collection[int]], root: int
+) -> dict[int, int]:
+    """The parent of each node that links join to the root, in order of their distance from it."""
     parents = {root: root}
-    order = [root]
-    for node in order:
-        for other in links[node]:
+    frontier = [root]
+    for node in frontier:
+        for other in sorted(links[node]):
             if other not in parents:
                 parents[other] = node
-                order.append(other)
-    return order, parents
+                frontier.append(other)
+    return parents
 
 
 class Plan:
@@ -91,19 +90,24 @@ class Plan:
         self.rank = rank
         self.size = max(owner) + 1
         own = [node for node in range(graph.nodes) if owner[node] == rank]
-        self.nodes = sorted(
-            own, key=lambda i: (graph.sizes[i], self.width(i), i)
-        )
-        between: list[set[int]] = [set() for _ in range(self.size)]
+        self.nodes = sorted(own, key=self._shape)
+        links: list[set[int]] = [set() for _ in range(self.size)]
         for node, row in enumerate(graph.talking):
-            between[owner[node]].update(owner[other] for other in row)
+            links[owner[node]].update(owner[other] for other in row)
         root = owner[0]
-        _, parents = _breadth_first([sorted(row) for row in between], root)
-        self.peers = sorted(between[rank] - {rank})
+        parents = _breadth_first(links, root)
+        if len(parents) < self.size or not own:
+            raise OptionError(
+                f"{self.size} processes cannot learn together, for links join {len(parents)} of "
+                "them only; every process needs a node, and links to the others."
+            )
+        self.peers = sorted(links[rank] - {rank})
         self.parent = None if rank == root else parents[rank]
-        self.children = [
-            k for k, up in parents.items() if up == rank and k != root
-        ]
+        below = [k for k, parent in parents.items() if parent == rank]
+        self.children = [k for k in below if k != root]
+
+    def _shape(self, node: int) -> tuple[int, int]:
+        return self.graph.sizes[node], self.width(node)
 
     @property
     def is_root(self) -> bool:
@@ -117,12 +121,12 @@ class Plan:
     def name(self, rank: int) -> str:
         """A process in messages: by its nodes."""
         nodes = [k for k, part in enumerate(self.owner) if part == rank]
-        labels = ", ".join(map(self.graph.label, nodes[:4]))
+        labels = [self.graph.label(node) for node in nodes]
         if len(nodes) == 1:
-            return f"node {labels}"
-        return (
-            f"process {rank} (nodes {labels}{', ..' if len(nodes) > 4 else ''})"
-        )
+            return f"node {labels[0]}"
+        if len(nodes) > 4:
+            labels[4:] = [".."]
+        return f"process {rank} (nodes {', '.join(labels)})"
 
 
 @dataclass
@@ -155,7 +159,8 @@ class Halo:
     """
 
     def __init__(self, plan: Plan, scale: int = 1) -> None:
-        graph, owner, rank = plan.graph, plan.owner, plan.rank
+        graph = plan.graph
+        owner = plan.owner
         self.plan = plan
         self.scale = scale
         self.place: dict[int, int] = {}
@@ -163,23 +168,26 @@ class Halo:
         for node in plan.nodes:
             self._add(node)
         self.rows = self.extended
-        reads: dict[int, set[int]] = {}
-        read_by: dict[int, set[int]] = {}
+        reads: dict[int, set[int]] = {peer: set() for peer in plan.peers}
+        read_by: dict[int, set[int]] = {peer: set() for peer in plan.peers}
         for node, row in enumerate(graph.R):
             for other in row:
-                if owner[node] == rank != owner[other]:
-                    reads.setdefault(owner[other], set()).add(other)
-                if owner[other] == rank != owner[node]:
-                    read_by.setdefault(owner[node], set()).add(other)
+                here = owner[node]
+                there = owner[other]
+                if here == plan.rank != there:
+                    reads[there].add(other)
+                if there == plan.rank != here:
+                    read_by[here].add(other)
         self.receive: dict[int, tuple[int, int]] = {}
-        for peer in sorted(reads):
+        self.send: dict[int, Tensor] = {}
+        for peer in plan.peers:
             first = self.extended
             for node in sorted(reads[peer]):
                 self._add(node)
-            self.receive[peer] = (first, self.extended)
-        self.send = {
-            peer: self.index(sorted(read_by[peer])) for peer in sorted(read_by)
-        }
+            if reads[peer]:
+                self.receive[peer] = first, self.extended
+            if read_by[peer]:
+                self.send[peer] = self.index(sorted(read_by[peer]))
         self.groups = self._groups()
         self.entries = self.groups[-1].last
 
