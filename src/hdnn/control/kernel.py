@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -135,12 +133,9 @@ def _in_threads(run: Callable[[int, int], Any], samples: int) -> list[Any]:
     highs = [min(low + size, samples) for low in lows]
     if len(lows) == 1:
         return [run(0, samples)]
-    return list(_pool().map(run, lows, highs))
+    from hdnn.engine.cpu import pool  # needs numba, as the kernel does
 
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(CHUNKS, os.cpu_count() or 1))
+    return list(pool().map(run, lows, highs))
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -51,7 +51,7 @@ class Stack:
     def steps(self) -> int:
         return self.layers * len(self.scheme.moves)
 
-    @cached_property
+    @property
     def order(self) -> list[tuple[int, int, float]]:
         """The half that each step reads, its layer, and its signed fraction of h."""
         layers = range(self.layers)

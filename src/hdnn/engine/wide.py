@@ -169,8 +169,8 @@ class Kernel:
         def launch() -> None:
             buffer.zero_()
             self._begin(g, now)
-            for s in reversed(range(stack.steps)):
-                half, j, fraction = stack.order[s]
+            for s, step in reversed(list(enumerate(stack.order))):
+                half, j, fraction = step
                 K, _, V = weights[half]
                 dK, _, dV = grads[3 * half + 1 : 3 * half + 4]
                 t, slope, value = (self._view(each, half) for each in (w, u, z))
@@ -314,13 +314,13 @@ class Replay:
             return
         # cuBLAS has memory of its own for each thread and stream.
         where = (threading.get_ident(), torch.cuda.current_stream().cuda_stream)
-        key = (name, *where, *[t.data_ptr() for t in used])
+        key = (name, where, *[t.data_ptr() for t in used])
         seen = key in self.graphs
         graph = self.graphs.pop(key, None)
         if graph is not None:
             self.wasted = 0
         elif seen and self.wasted < WASTED:
-            graph = _recorded(launch)
+            graph = _recorded(launch, where)
             self.wasted += 1
         if graph is None:
             launch()
@@ -331,14 +331,23 @@ class Replay:
             self.graphs.popitem(last=False)
 
 
-def _recorded(launch: Callable[[], None]) -> Any:
-    """The launches as a graph, recorded on another stream."""
+_places: dict[Any, Any] = {}
+
+
+def _recorded(launch: Callable[[], None], where: tuple[int, int]) -> Any:
+    """The launches as a graph, recorded on another stream.
+
+    Graphs that run one after the other share a stream and a pool. What cuBLAS works in lies in
+    that pool, and so in memory that is there as long as one of these graphs.
+    """
     current = torch.cuda.current_stream()
-    stream = torch.cuda.Stream()
+    if where not in _places:
+        _places[where] = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    stream, pool = _places[where]
     stream.wait_stream(current)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             launch()
         finally:
