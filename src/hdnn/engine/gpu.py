@@ -203,9 +203,9 @@ def forces_of(
 
 @triton.jit(do_not_specialize=["B", "N"])
 def forward_kernel(
-    y, out, kept, h, fractions, K_0, b_0, V_0, K_1, b_1, V_1, B, N, m, r_0, r_1,
+    y, out, kept, h, K_0, b_0, V_0, K_1, b_1, V_1, B, N, m, r_0, r_1,
     ACT: constexpr, PREC: constexpr, FAST: constexpr, READS: constexpr, E: constexpr,
-    SAME: constexpr, HALVES: constexpr, INVERSE: constexpr, KEEP: constexpr,
+    FRACTIONS: constexpr, SAME: constexpr, HALVES: constexpr, INVERSE: constexpr, KEEP: constexpr,
     RB: constexpr, BT: constexpr, BM: constexpr, BR: constexpr,
 ):  # fmt: skip  # pragma: kernel
     first = tl.program_id(0).to(tl.int64) * BT
@@ -239,7 +239,7 @@ def forward_kernel(
     )
     for depth in range(N):
         for e in tl.static_range(E):
-            c = tl.load(h + j) * tl.load(fractions + e)
+            c = tl.load(h + j) * FRACTIONS[e]
             j_next = j
             if e == E - 1:
                 j_next = (
@@ -338,11 +338,11 @@ def back_through(
 
 @triton.jit(do_not_specialize=["B", "N", "tiles", "size"])
 def backward_kernel(
-    kept, g, out, h, fractions, K_0, b_0, V_0, K_1, b_1, V_1,
+    kept, g, out, h, K_0, b_0, V_0, K_1, b_1, V_1,
     dh, dK_0, db_0, dV_0, dK_1, db_1, dV_1, B, N, m, r_0, r_1, tiles, size,
     ACT: constexpr, PREC: constexpr, WPREC: constexpr, FAST: constexpr, READS: constexpr,
-    E: constexpr, SAME: constexpr, LEARNED: constexpr, STEP: constexpr, HALVES: constexpr,
-    INVERSE: constexpr, ATOMIC: constexpr,
+    E: constexpr, FRACTIONS: constexpr, SAME: constexpr, LEARNED: constexpr, STEP: constexpr,
+    HALVES: constexpr, INVERSE: constexpr, ATOMIC: constexpr,
     RB: constexpr, BT: constexpr, BM: constexpr, BR: constexpr,
 ):  # fmt: skip  # pragma: kernel
     own = tl.program_id(0).to(tl.int64) * size
@@ -392,7 +392,7 @@ def backward_kernel(
         )
         for depth in range(N):
             for e in tl.static_range(E - 1, -1, -1):
-                part = tl.load(fractions + e)
+                part = FRACTIONS[e]
                 c = tl.load(h + j) * part
                 j_here = j
                 if e == 0:
@@ -499,10 +499,6 @@ class Kernel:
         self.stack = stack
         self.deterministic = deterministic
         moves = list(stack.scheme.ordered(stack.inverse))
-        parts = [fraction for _, _, fraction in moves]
-        self.fractions = torch.tensor(
-            parts, dtype=stack.dtype, device=stack.device
-        )
         self.precision = precision
         few = min(stack.rows) * stack.width < FEW
         weights = "bf16" if precision == "tf32" and not few else precision
@@ -520,6 +516,7 @@ class Kernel:
             "FAST": fast,
             "READS": sum(half << e for e, (half, _, _) in enumerate(moves)),
             "E": len(moves),
+            "FRACTIONS": tuple([fraction for _, _, fraction in moves]),
             "SAME": self._bits("same"),
             "LEARNED": self._bits("learned"),
             "STEP": stack.learned,
@@ -616,4 +613,4 @@ class Kernel:
             weights[k - k % 3] if t is None else t
             for k, t in enumerate(weights)
         ]
-        return h, self.fractions, *filled[:3], *filled[-3:]
+        return h, *filled[:3], *filled[-3:]

@@ -123,7 +123,8 @@ def run(
         plan = Plan(settings, call)
         if len(_plans) >= REMEMBERED:
             _plans.clear()
-        _plans[key] = plan
+        if not recording(y):  # its step would lie in memory of the graph
+            _plans[key] = plan
     return plan(y, forces, h)
 
 
@@ -255,6 +256,11 @@ def all_in_memory(y: Tensor, tensors: Sequence[Tensor | None]) -> bool:
     except RuntimeError:
         return False
     return not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def recording(y: Tensor) -> bool:
+    """True if calls are recorded into a CUDA graph."""
+    return y.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 # Decisions

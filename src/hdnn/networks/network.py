@@ -389,9 +389,10 @@ class Network(nn.Module):
     def steps(self) -> Tensor:
         """The steps of all layers: `(N,)`."""
         weight = next(self.parameters())
-        return torch.as_tensor(
-            self.h, dtype=weight.dtype, device=weight.device
-        ).expand(self.layers)
+        h = self.h
+        if isinstance(h, float):  # filled, for a CUDA graph takes no copies
+            return weight.new_full((self.layers,), h)
+        return torch.as_tensor(h, dtype=weight.dtype, device=weight.device)
 
     @property
     def T(self) -> float:
