@@ -222,6 +222,16 @@ class Data:
     frame: Any = None  # the rows of a file to train on
     images: Any = None
 
+    def project(self, directions: Any) -> None:
+        """See the inputs of a wide table in fewer directions."""
+        if directions is None or self.points is None:
+            return
+        self.encoder.directions = directions
+        D = torch.tensor(directions).T
+        for part, (x, t) in self.parts.items():
+            self.parts[part] = (x @ D, t)
+        self.points = self.points @ D
+
     def note(self) -> dict[str, Any] | None:
         """The columns, which the file of the model remembers."""
         if self.encoder is None:
@@ -319,7 +329,7 @@ def load_table(config: Any) -> Data:
             frame.iloc[train], config.target, "regression"
         )
         labels = target.encode(frame)[:, None]
-    x = torch.from_numpy(encoder.transform(inputs))
+    x = torch.from_numpy(encoder.transform(inputs, "float32"))
     t = torch.from_numpy(labels)
     rows = (x[train], t[train], x[test], t[test])
     return rows_to_learn(rows, encoder, target, frame=inputs.iloc[train])
@@ -423,9 +433,11 @@ class TableJob(Job):
         self.data = load_table(config)
         self.estimator = estimator(config, self.data.target.classes)
         labels = self.data.truth(self.data.parts["train"][1])
-        self.rows = self.estimator._begin(self.data.frame, labels, None)
-        decay = self.estimator._shrinkage(self.rows)
+        self.rows, self.choice = self.estimator._prepare(
+            self.data.frame, labels
+        )
         self.model = self.estimator.model_
+        self.data.project(self.estimator.encoder_.directions)
         features = self.model.net.features
         self.data.samples = MANY if features <= SMALL else FEW
         chosen = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
@@ -436,7 +448,7 @@ class TableJob(Job):
             config,
             data=os.path.abspath(config.data),
             task=self.data.target.task,
-            weight_decay=decay,
+            weight_decay=self.choice.decay,
             **chosen,
         )
 
@@ -451,7 +463,7 @@ class TableJob(Job):
             options["validation"] = held
         options |= {"folder": folder, "resume": True, "progress": progress}
         history = self.estimator._train(
-            self.model, rows, config.weight_decay, **options
+            self.model, rows, self.choice, **options
         )
         self.note_best(options, history)
         return history
