@@ -59,7 +59,7 @@ __all__ = ["HDNNClassifier", "HDNNRegressor"]
 
 PENALTIES = (1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)  # of linear models
 HUGE = 1e9  # so large a penalty that a linear model is a constant
-DECAYS = (2e-2, 6e-3, 1e-3, 1e-5)  # of networks, from strong to weak
+DECAYS = (2e-2, 5e-3, 7e-4)  # of networks, from strong to weak
 SCALES = np.linspace(0, 1, 21).tolist()
 WORTH = (
     0.99  # a more flexible model must lower the held-out loss by this factor
@@ -74,7 +74,7 @@ MANY = 1000  # classes, at most
 LEAST = 3  # epochs
 SCORES = 2**21  # of a minibatch, at most: rows times classes
 INPUTS = 64  # of a network, at most: more columns are projected
-STEPS = 800  # of the optimiser; fewer for few rows and wide networks
+STEPS = 1200  # of the optimiser; fewer for few rows and wide networks
 WIDE = 32  # features
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
@@ -595,7 +595,7 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
             at most 24 more than the inputs.
         activation: one of `hdnn.activations`.
         T: the time that the layers span together. Not for "mlp".
-        epochs: passes over the data; by default as many as make 800 steps, fewer for few rows and
+        epochs: passes over the data; by default as many as make 1,200 steps, fewer for few rows and
             wide networks.
         batch: samples for each step; by default an eighth of them, 64 to 512.
         learning_rate: the largest rate; it rises for a fifth of the steps, then falls to zero.

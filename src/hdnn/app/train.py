@@ -438,6 +438,10 @@ class TableJob(Job):
         )
         self.model = self.estimator.model_
         self.data.project(self.estimator.encoder_.directions)
+        if self.choice.decay is None:
+            self.data.encoder.notes.append(
+                "a linear model does better on held-out rows: the network is kept small."
+            )
         features = self.model.net.features
         self.data.samples = MANY if features <= SMALL else FEW
         chosen = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
