@@ -281,7 +281,7 @@ class _Estimator(
         )
         if self.weight_decay is not None:
             return Choice(best.loss, best.penalty, self.weight_decay)
-        if not self._can_be_linear():
+        if self.epochs is not None or not self._can_be_linear():
             best = best._replace(loss=np.inf)
         for decay in DECAYS:
             choice = self._judged(folds, best._replace(decay=decay))
@@ -595,8 +595,8 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
             at most 24 more than the inputs.
         activation: one of `hdnn.activations`.
         T: the time that the layers span together. Not for "mlp".
-        epochs: passes over the data; by default as many as make 1,200 steps, fewer for few rows and
-            wide networks.
+        epochs: passes over the data, of a network in any case; by default as many as make 1,200
+            steps, fewer for few rows and wide networks, and a linear model may be chosen instead.
         batch: samples for each step; by default an eighth of them, 64 to 512.
         learning_rate: the largest rate; it rises for a fifth of the steps, then falls to zero.
         weight_decay: shrinks the model towards a linear one. By default held-out rows decide;

@@ -469,6 +469,8 @@ class TableJob(Job):
         history = self.estimator._train(
             self.model, rows, self.choice, **options
         )
+        self.model.double()
+        self.data.points = self.data.points.double()
         self.note_best(options, history)
         return history
 
