@@ -223,7 +223,9 @@ def page(result: dict[str, Any], names: list[str]) -> str:
     ]
     rows = []
     for name, each in result["losses"].items():
-        cells = [f"{np.mean(v):.3f} ± {np.std(v):.3f}" for v in each]
+        cells = [f"{np.mean(v):.3f}" for v in each]
+        if len(each[0]) > 1:
+            cells = [f"{np.mean(v):.3f} ± {np.std(v):.3f}" for v in each]
         rows.append([name, *cells])
     rows += [
         [f"mean rank by {title}", *map(str, result[title])]
@@ -234,6 +236,12 @@ def page(result: dict[str, Any], names: list[str]) -> str:
     lines += table(" | ".join(["table", *names]), rows)
     lost = ", ".join(result["lost"]) or "none"
     lines += ["", f"Tables where a rival is better by more than 2%: {lost}."]
+    absent = ", ".join(name for name in SETTINGS if name not in names) or "none"
+    folds = len(next(iter(result["losses"].values()))[0])
+    lines += [
+        "",
+        f"Folds: {folds} of 10. Rivals that were not measured: {absent}.",
+    ]
     return text_of(lines)
 
 
@@ -273,11 +281,12 @@ def main() -> None:
     result = {"command": " ".join(words), "machine": machine("cpu")}
     result |= summary(records, sets, names)
     ranks = []
-    for kind in ("log loss", "R^2"):
+    for kind in ("log loss", "R^2", "seconds"):
         if kind in result:
             pairs = zip(names, result[kind], strict=True)
             each = ", ".join(f"{name} {rank}" for name, rank in pairs)
-            ranks.append(f"mean rank by {kind}: {each}")
+            title = kind if kind == "seconds" else f"mean rank by {kind}"
+            ranks.append(f"{title}: {each}")
     result["found"] = f"{len(result['means'])} tables; " + "; ".join(ranks)
     text = page(result, names)
     print(text)
