@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hdnn import analysis, training
-from hdnn.data.tables import Encoder, class_weights, hold_out
+from hdnn.data.tables import MANY, Encoder, class_weights, hold_out
 from hdnn.errors import DataError, OptionError, choose, require
 from hdnn.heads import (
     Augment,
@@ -70,7 +70,6 @@ WORSE = (
 HELD_OUT = 0.2
 FEW = (300, 600)  # rows, below which they are held out in more ways
 SEARCHED = 10_000  # rows, at most, that the choice looks at
-MANY = 1000  # classes, at most
 LEAST = 3  # epochs
 SCORES = 2**21  # of a minibatch, at most: rows times classes
 INPUTS = 64  # of a network, at most: more columns are projected
@@ -701,8 +700,8 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
             )
         if count > MANY:
             raise DataError(
-                f"y has {count} classes, such as {self.classes_[0]!r} and {self.classes_[1]!r}, "
-                f"but at most {MANY} can be told apart; merge rare classes, or learn values."
+                f"y has {count} classes, such as {self.classes_.tolist()[0]!r}, but at most {MANY} "
+                "can be told apart; merge rare classes, or learn values."
             )
 
     def _encode_target(

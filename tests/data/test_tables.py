@@ -311,6 +311,7 @@ def test_the_task_is_seen_from_the_target(values, task, classes):
         (["x"] * 9, {}, "one class only"),
         ([1.5] * 9, {"task": "regression"}, "same in every row"),
         ([f"name {i}" for i in range(50)], {}, "too many for classes"),
+        ([f"c{i % 1500}" for i in range(4500)], {}, "'c0', too many"),
         (["x", None, "y"] * 3, {}, "missing in 3 rows, first in row 2"),
         (["1", "2", "x"] * 9, {"task": "regression"}, "row 3: 'x'"),
     ],

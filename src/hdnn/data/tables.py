@@ -37,6 +37,7 @@ Series = Any  # of pandas, whose stubs are stricter than it is
 
 FEW = 20  # values: so few are categories, however seldom they repeat
 MOST = 255  # categories of a column
+MANY = 1000  # classes, at most
 HEAVY = 8.0  # standard deviations: a column with a value beyond this is scaled by its ranks
 RANKS = 200  # quantiles that describe such a column
 HALF = (
@@ -618,7 +619,7 @@ class Target:
             raise DataError(
                 f"the target {name!r} has one class only, {classes[0]!r}; two are needed."
             )
-        if len(classes) > max(FEW, len(texts) // 2):
+        if len(classes) > min(MANY, max(FEW, len(texts) // 2)):
             raise DataError(
                 f"the target {name!r} has {len(classes)} different values in {len(texts)} rows, "
                 f"such as {classes[0]!r}, too many for classes; is it the right column?"
