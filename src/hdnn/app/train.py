@@ -470,7 +470,8 @@ class TableJob(Job):
             self.model, rows, self.choice, **options
         )
         self.model.double()
-        self.data.points = self.data.points.double()
+        points: Any = self.data.points
+        self.data.points = points.double()
         self.note_best(options, history)
         return history
 
