@@ -1,18 +1,22 @@
-"""The defaults of HDNNClassifier and HDNNRegressor against those of scikit-learn.
+"""HDNNClassifier and HDNNRegressor with their defaults against tuned rivals.
 
-    python benchmarks/estimators.py [--group hard usual search report] [--folds 3] [--out FOLDER]
+    python benchmarks/estimators.py [--group hard report] [--folds 10] [--out FOLDER]
 
-`hard` are tables that need a network, `usual` are small tables for which a linear model is nearly
-enough. `search` and `report` are those of `table_sets`, and take an hour. A third of the rows of
-each fold is for testing. Accuracy for classes, R^2 for values, seconds on one thread.
+`hard` are tables that need a network; `search` and `report` are those of `table_sets`. Folds are of
+5 x 2 cross-validation. Each rival tries the same number of settings on a fifth of the rows to learn
+from, and then learns from all of them with the best. Rivals that are not installed are left out. A
+run that was stopped goes on where it was: each result is a line of FOLDER/estimators.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 import warnings
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,148 +24,224 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from report import head, keep, machine, say, table, text_of
-from sklearn import datasets
+from sklearn import ensemble, linear_model, neural_network
+from sklearn.compose import TransformedTargetRegressor as Scaled
 from sklearn.compose import make_column_selector, make_column_transformer
-from sklearn.ensemble import (
-    HistGradientBoostingClassifier,
-    HistGradientBoostingRegressor,
-)
 from sklearn.impute import SimpleImputer
-from sklearn.linear_model import LogisticRegression, Ridge
-from sklearn.model_selection import KFold, StratifiedKFold
-from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.metrics import log_loss, r2_score
+from sklearn.model_selection import KFold, StratifiedKFold, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
-from table_sets import REPORT, SEARCH, Set
+from table_sets import HARD, REPORT, SEARCH, Set
 
 from hdnn import HDNNClassifier, HDNNRegressor
 
-ROWS = 2250  # of the hard tables: 1,500 to learn from
-
-
-def checkerboard() -> Any:
-    X = np.random.default_rng(0).uniform(0, 6, (ROWS, 2))
-    return X, np.floor(X).sum(1).astype(int) % 2
-
-
-def spirals() -> Any:
-    random = np.random.default_rng(0)
-    angle = np.sqrt(random.uniform(size=ROWS)) * 6 * np.pi + 0.5
-    y = random.integers(0, 2, ROWS)
-    turned = angle + np.pi * y
-    X = np.stack([angle * np.cos(turned), angle * np.sin(turned)], 1)
-    return X + 0.1 * random.normal(size=X.shape), y
-
-
-def sine() -> Any:
-    X = np.random.default_rng(0).uniform(-3, 3, (ROWS, 1))
-    return X, np.sin(8 * X[:, 0])
-
-
-def cauchy() -> Any:
-    X = np.random.default_rng(0).standard_cauchy((ROWS, 5))
-    return X, (X[:, 0] * X[:, 1] > 0).astype(int)
-
-
-def lognormal() -> Any:
-    Z = np.random.default_rng(0).normal(size=(ROWS, 6))
-    return np.exp(3 * Z), (Z[:, 0] + Z[:, 1] > Z[:, 2] * Z[:, 3]).astype(int)
-
-
-GROUPS = {
-    "hard": (
-        Set("checkerboard 6 x 6", checkerboard, True),
-        Set("two spirals", spirals, True),
-        Set("sin(8x)", sine, False),
-        Set("Cauchy columns", cauchy, True),
-        Set("lognormal columns, cubed", lognormal, True),
-    ),
-    "usual": (
-        Set("iris", lambda: datasets.load_iris(return_X_y=True), True),
-        Set("wine", lambda: datasets.load_wine(return_X_y=True), True),
-        Set(
-            "breast cancer",
-            lambda: datasets.load_breast_cancer(return_X_y=True),
-            True,
-        ),
-        Set("diabetes", lambda: datasets.load_diabetes(return_X_y=True), False),
-    ),
-    "search": SEARCH,
-    "report": REPORT,
+GROUPS = {"hard": HARD, "search": SEARCH, "report": REPORT}
+SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {  # eight for each rival
+    "linear": {"strength": tuple(np.logspace(-4, 3, 8).tolist())},
+    "MLP": {
+        "hidden_layer_sizes": ((100,), (128, 128)),
+        "alpha": (1e-4, 1e-1),
+        "learning_rate_init": (1e-3, 1e-2),
+    },
+    "boosting": {
+        "learning_rate": (0.03, 0.1),
+        "max_leaf_nodes": (8, 31),
+        "min_samples_leaf": (5, 20),
+    },
+    "CatBoost": {
+        "learning_rate": (0.03, 0.1),
+        "depth": (4, 6),
+        "l2_leaf_reg": (3, 10),
+    },
+    "RealMLP": {"lr": (0.02, 0.04), "p_drop": (0.0, 0.15), "wd": (0.0, 0.02)},
 }
 
 
-def estimators(classes: bool, frame: bool) -> dict[str, Any]:
-    """Each with its defaults; all but hdnn behind what they need."""
-    numbers = make_column_selector(dtype_include="number")
+def rival(name: str, classes: bool, options: dict[str, Any]) -> Any:
+    """An estimator of numbers, behind what it needs."""
+    if name == "linear":
+        strength = options["strength"]
+        if classes:
+            model = linear_model.LogisticRegression(C=strength, max_iter=500)
+        else:
+            model = linear_model.Ridge(1 / strength)
+    elif name == "MLP":
+        options = {**options, "early_stopping": True, "max_iter": 500}
+        if classes:
+            model = neural_network.MLPClassifier(random_state=0, **options)
+        else:
+            values = neural_network.MLPRegressor(random_state=0, **options)
+            model = Scaled(values, transformer=StandardScaler())
+    elif name == "boosting":
+        kind = ensemble.HistGradientBoostingRegressor
+        if classes:
+            kind = ensemble.HistGradientBoostingClassifier
+        model = kind(
+            random_state=0, max_iter=300, early_stopping=True, **options
+        )
+    elif name == "CatBoost":
+        import catboost
+
+        kind = catboost.CatBoostRegressor
+        if classes:
+            kind = catboost.CatBoostClassifier
+        fixed = {"iterations": 500, "verbose": False, "thread_count": 1}
+        model = kind(
+            random_state=0, allow_writing_files=False, **fixed, **options
+        )
+    else:
+        from pytabkit import RealMLP_TD_Classifier, RealMLP_TD_Regressor
+
+        kind = RealMLP_TD_Classifier if classes else RealMLP_TD_Regressor
+        model = kind(random_state=0, device="cpu", n_threads=1, **options)
+    return make_pipeline(StandardScaler(), model)
+
+
+def encoded(X: Any, train: np.ndarray) -> np.ndarray:
+    """Numbers for rivals: medians in gaps, and an input for each text."""
+    if not hasattr(X, "iloc"):
+        return X
     texts = make_column_selector(dtype_exclude="number")
+    numbers = make_column_selector(dtype_include="number")
     one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-    encoder = make_column_transformer(
-        (SimpleImputer(strategy="median"), numbers), (one_hot, texts)
-    )
-    first = [encoder] if frame else []
-    kinds: tuple[Any, ...] = (
-        HDNNRegressor,
-        MLPRegressor,
-        HistGradientBoostingRegressor,
-    )
-    linear: Any = Ridge()
-    if classes:
-        kinds = (HDNNClassifier, MLPClassifier, HistGradientBoostingClassifier)
-        linear = LogisticRegression()
-    network, mlp, boosting = (kind(random_state=0) for kind in kinds)
-    return {
-        "hdnn": network,
-        "MLP": make_pipeline(*first, StandardScaler(), mlp),
-        "linear": make_pipeline(*first, StandardScaler(), linear),
-        "gradient boosting": make_pipeline(*first, boosting),
-    }
+    medians = SimpleImputer(strategy="median")
+    encoder = make_column_transformer((medians, numbers), (one_hot, texts))
+    return np.asarray(encoder.fit(X.iloc[train]).transform(X), float)
 
 
-def measure(data: Set, folds: int) -> dict[str, Any]:
-    """The scores of all estimators, and the seconds of hdnn, in each fold."""
+def loss(model: Any, X: Any, y: np.ndarray, classes: bool) -> float:
+    """Log loss, or 1 - R^2."""
+    if not classes:
+        return 1 - r2_score(y, model.predict(X))
+    return log_loss(y, model.predict_proba(X), labels=model.classes_)
+
+
+def fitted(name: str, data: Set, X: Any, y: np.ndarray) -> Any:
+    """Ours, or the rival with the setting that does best on a fifth of the rows."""
+    if name == "hdnn":
+        kind = HDNNClassifier if data.classes else HDNNRegressor
+        return kind(random_state=0).fit(X, y)
+    grid = SETTINGS[name]
+    settings = [
+        dict(zip(grid, each, strict=True)) for each in product(*grid.values())
+    ]
+    rows = np.arange(len(y))
+    kinds = y if data.classes else None
+    train, held = train_test_split(
+        rows, test_size=0.2, random_state=0, stratify=kinds
+    )
+    losses = []
+    for options in settings:
+        model = rival(name, data.classes, options).fit(X[train], y[train])
+        losses.append(loss(model, X[held], y[held], data.classes))
+    best = settings[int(np.argmin(losses))]
+    return rival(name, data.classes, best).fit(X, y)
+
+
+def splits(data: Set, y: np.ndarray, folds: int) -> list[Any]:
+    """Rows to learn from and to test with, of five times two folds."""
+    kind: Any = StratifiedKFold if data.classes else KFold
+    found: list[Any] = []
+    for seed in range(5):
+        found += kind(2, shuffle=True, random_state=seed).split(y, y)
+    return found[:folds]
+
+
+def measure(
+    data: Set, names: list[str], folds: int, done: set[Any]
+) -> Iterator[Any]:
+    """The loss and the CPU seconds of each estimator in each fold that is not done."""
     X, y = data.load()
-    frame = hasattr(X, "iloc")
-    scores: dict[str, list[float]] = {}
-    seconds = []
-    kind = StratifiedKFold if data.classes else KFold
-    splits = list(kind(3, shuffle=True, random_state=0).split(X, y))[:folds]
-    for train, test in splits:
-        for name, model in estimators(data.classes, frame).items():
+    for fold, (train, test) in enumerate(splits(data, y, folds)):
+        numbers = encoded(X, train)
+        for name in names:
+            if (data.name, name, fold) in done:
+                continue
+            rows = numbers
+            if name == "hdnn" and hasattr(X, "iloc"):
+                rows = X
             start = time.process_time()
-            model.fit(X.iloc[train] if frame else X[train], y[train])
-            if name == "hdnn":
-                seconds.append(time.process_time() - start)
-            score = model.score(X.iloc[test] if frame else X[test], y[test])
-            scores.setdefault(name, []).append(float(score))
-    return {"set": data.name, "scores": scores, "seconds": seconds}
+            part = (
+                rows.iloc[train]
+                if rows is X and hasattr(X, "iloc")
+                else rows[train]
+            )
+            model = fitted(name, data, part, y[train])
+            seconds = time.process_time() - start
+            part = (
+                rows.iloc[test]
+                if rows is X and hasattr(X, "iloc")
+                else rows[test]
+            )
+            value = loss(model, part, y[test], data.classes)
+            record = {"set": data.name, "model": name, "fold": fold}
+            yield {**record, "loss": value, "seconds": seconds}
 
 
-def page(result: dict[str, Any]) -> str:
-    lines = head("Estimators: the defaults on tables", result)
+def summary(
+    records: list[Any], sets: list[Set], names: list[str]
+) -> dict[str, Any]:
+    """Mean losses, ranks and seconds of the sets that all estimators have done."""
+    losses, seconds = {}, {}
+    for data in sets:
+        mine = [r for r in records if r["set"] == data.name]
+        if {r["model"] for r in mine} >= set(names):
+            for kept, key in ((losses, "loss"), (seconds, "seconds")):
+                kept[data.name] = [
+                    [r[key] for r in mine if r["model"] == name]
+                    for name in names
+                ]
+    means = {
+        name: [float(np.mean(v)) for v in row] for name, row in losses.items()
+    }
+    ranks = {
+        name: np.argsort(np.argsort(row)) + 1 for name, row in means.items()
+    }
+    result: dict[str, Any] = {"losses": losses, "means": means}
+    for kind, classes in (("log loss", True), ("R^2", False)):
+        own = [
+            ranks[d.name]
+            for d in sets
+            if d.classes == classes and d.name in ranks
+        ]
+        if own:
+            result[kind] = np.mean(own, 0).round(2).tolist()
+    times = [[np.mean(v) for v in row] for row in seconds.values()]
+    result["seconds"] = np.mean(times, 0).round(1).tolist() if times else []
+    result["lost"] = [n for n, row in means.items() if row[0] > 1.02 * min(row)]
+    return result
+
+
+def page(result: dict[str, Any], names: list[str]) -> str:
+    lines = head("Estimators: our defaults against tuned rivals", result)
+    lines += ["", result["found"], ""]
     lines += [
-        "",
-        "Means and smallest values over folds, two thirds of the rows to learn from; accuracy for "
-        "classes, R^2 for values. All with their defaults and `random_state=0`; CPU seconds of a "
-        "fit on one thread.",
+        "Means over folds, and how far they spread; half of the rows to learn from. Log loss for "
+        "classes and 1 - R^2 for values: lower is better. Seconds are of one processor, with the "
+        "search of the rivals.",
     ]
     rows = []
-    for record in result["records"]:
-        scores = record["scores"]
-        means = {
-            name: f"{np.mean(values):.3f}" for name, values in scores.items()
-        }
-        ours = [means.pop("hdnn"), f"{min(scores['hdnn']):.3f}"]
-        rows.append(
-            [
-                record["set"],
-                *ours,
-                *means.values(),
-                f"{np.mean(record['seconds']):.1f}",
-            ]
-        )
-    names = "table | hdnn | worst fold | MLP | linear | gradient boosting | seconds of hdnn"
-    lines += table(names, rows)
+    for name, each in result["losses"].items():
+        cells = [f"{np.mean(v):.3f}" for v in each]
+        if len(each[0]) > 1:
+            cells = [f"{np.mean(v):.3f} ± {np.std(v):.3f}" for v in each]
+        rows.append([name, *cells])
+    rows += [
+        [f"mean rank by {title}", *map(str, result[title])]
+        for title in ("log loss", "R^2")
+        if title in result
+    ]
+    rows.append(["seconds", *map(str, result["seconds"])])
+    lines += table(" | ".join(["table", *names]), rows)
+    lost = ", ".join(result["lost"]) or "none"
+    lines += ["", f"Tables where a rival is better by more than 2%: {lost}."]
+    absent = ", ".join(name for name in SETTINGS if name not in names) or "none"
+    folds = len(next(iter(result["losses"].values()))[0])
+    lines += [
+        "",
+        f"Folds: {folds} of 10. Rivals that were not measured: {absent}.",
+    ]
     return text_of(lines)
 
 
@@ -169,44 +249,46 @@ def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument(
-        "--group", choices=GROUPS, nargs="+", default=["hard", "usual"]
+        "--group", choices=GROUPS, nargs="+", default=["report"]
     )
-    parser.add_argument("--folds", type=int, default=3, choices=(1, 2, 3))
+    parser.add_argument("--folds", type=int, default=10)
+    parser.add_argument("--models", nargs="+", default=["hdnn", *SETTINGS])
     parser.add_argument(
-        "--quick", action="store_true", help="does it run? One table, one fold"
+        "--quick", action="store_true", help="does it run? One table"
     )
     parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
     options = parser.parse_args()
-    warnings.simplefilter(
-        "ignore"
-    )  # of epochs that were not enough for the MLP
-    sets: list[Set] = []
-    for group in options.group:
-        sets += GROUPS[group]
+    warnings.simplefilter("ignore")  # of epochs that were not enough
+    sets = [data for group in options.group for data in GROUPS[group]]
+    names = options.models
     folds = options.folds
     if options.quick:
-        sets = list(GROUPS["usual"][:1])
-        folds = 1
-    HDNNClassifier(random_state=0).fit(
-        np.eye(8), np.arange(8) % 2
-    )  # compiles what it needs
+        sets, names, folds = sets[:1], ["hdnn", "linear"], 1
+    log = options.out and options.out / "estimators.jsonl"
     records = []
+    if log and log.exists():
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+    done = {(r["set"], r["model"], r["fold"]) for r in records}
     for data in sets:
-        records.append(measure(data, folds))
-        say(str(records[-1]))
-    words = ["python benchmarks/estimators.py"]
-    if options.group != parser.get_default("group"):
-        words += ["--group", *options.group]
-    if options.folds != parser.get_default("folds"):
-        words += ["--folds", str(options.folds)]
-    if options.quick:
-        words.append("--quick")
-    result = {
-        "command": " ".join(words),
-        "machine": machine("cpu"),
-        "records": records,
-    }
-    text = page(result)
+        for record in measure(data, names, folds, done):
+            records.append(record)
+            say(str(record))
+            if log:
+                with log.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+    words = ["python benchmarks/estimators.py --group", *options.group]
+    words += ["--folds", str(folds), "--models", *names]
+    result = {"command": " ".join(words), "machine": machine("cpu")}
+    result |= summary(records, sets, names)
+    ranks = []
+    for kind in ("log loss", "R^2", "seconds"):
+        if kind in result:
+            pairs = zip(names, result[kind], strict=True)
+            each = ", ".join(f"{name} {rank}" for name, rank in pairs)
+            title = kind if kind == "seconds" else f"mean rank by {kind}"
+            ranks.append(f"{title}: {each}")
+    result["found"] = f"{len(result['means'])} tables; " + "; ".join(ranks)
+    text = page(result, names)
     print(text)
     keep(result, text, "estimators", options.out)
 

@@ -7,9 +7,10 @@ import pandas as pd
 import pytest
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_iris, make_circles
+from sklearn.linear_model import LogisticRegression, RidgeCV
 
 from hdnn import HDNNClassifier, HDNNRegressor
-from hdnn.errors import DataError, HDNNError, OptionError, TableWarning
+from hdnn.errors import DataError, HDNNError, TableWarning
 
 QUICK = {"layers": 2, "epochs": 15, "weight_decay": 1e-3, "random_state": 0}
 
@@ -224,10 +225,36 @@ def test_targets_that_cannot_be_learned_are_named(iris):
             kind(**QUICK).fit(X, target)
 
 
-def test_very_many_columns_must_be_asked_for():
-    X = np.random.RandomState(0).randn(10, 5000)
-    with pytest.raises(OptionError, match="leave columns out"):
-        HDNNRegressor(**QUICK).fit(X, X[:, 0])
+@pytest.mark.parametrize("classes", [False, True])
+def test_wide_tables_are_no_worse_than_a_linear_model(classes):
+    random = np.random.default_rng(1)
+    X = random.normal(size=(450, 10)) @ random.normal(size=(10, 500))
+    X += 2 * random.normal(size=X.shape)
+    y = X[:, :50] @ random.normal(size=50)
+    y = y / y.std() + random.normal(size=450)
+    kind, rival = HDNNRegressor, RidgeCV(np.logspace(0, 6, 13))
+    if classes:
+        y = y > 0
+        kind, rival = HDNNClassifier, LogisticRegression(C=1e-3)
+    scores = []
+    for model in (kind(random_state=0), rival):
+        model.fit(X[:150], y[:150])
+        scores.append(model.score(X[150:], y[150:]))
+    assert scores[0] > scores[1] - 0.05
+
+
+def test_costs_do_not_follow_the_number_of_columns():
+    X = np.random.default_rng(0).normal(size=(60, 3000))
+    y = X[:, :5].sum(1)
+    model = HDNNRegressor(random_state=0).fit(X, y)
+    assert model.model_.net.features <= 88
+    assert model.predict(X).shape == (60,)
+
+
+def test_more_classes_than_can_be_told_apart_are_refused():
+    y = np.arange(5000) % 2500
+    with pytest.raises(DataError, match="2500 classes, such as"):
+        HDNNClassifier(**QUICK).fit(np.ones((5000, 2)) * y[:, None], y)
 
 
 def test_clones_have_the_options_and_nothing_learned(iris):

@@ -1,12 +1,13 @@
 """For scikit-learn: a classifier and a regressor for tables with numbers, text and gaps.
 
-Rows that are held out decide how much a network is shrunk towards a linear model: networks with
-weak and with strong shrinkage are trained, and the best shrinkage is used for all rows.
+Rows that are held out choose between a linear model, which is solved for, and networks with weaker
+and weaker weight decay; they also decide how much to shrink the scores towards those of a constant.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -15,9 +16,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hdnn import analysis, training
-from hdnn.data.tables import Encoder, class_weights, hold_out
+from hdnn.data.tables import MANY, Encoder, class_weights, hold_out
 from hdnn.errors import DataError, OptionError, choose, require
 from hdnn.heads import (
     Augment,
@@ -28,7 +30,6 @@ from hdnn.heads import (
     roomy_width,
 )
 from hdnn.networks import BY_NAME
-from hdnn.training.output import evaluate
 
 require("sklearn", extra="sklearn")
 
@@ -42,6 +43,8 @@ from sklearn.base import (  # noqa: E402
     RegressorMixin,
     TransformerMixin,
 )
+from sklearn.decomposition import PCA  # noqa: E402
+from sklearn.linear_model import LogisticRegression, Ridge  # noqa: E402
 from sklearn.utils import check_random_state  # noqa: E402
 from sklearn.utils.multiclass import check_classification_targets  # noqa: E402
 from sklearn.utils.validation import (  # noqa: E402
@@ -54,28 +57,28 @@ from sklearn.utils.validation import (  # noqa: E402
 
 __all__ = ["HDNNClassifier", "HDNNRegressor"]
 
-SHRINKAGES = (
-    1e-1,
-    3e-2,
-    2e-2,
-    1.2e-2,
-    6e-3,
-    1e-3,
-    1e-5,
-)  # weight decays, from strong to weak
-SHRINKAGE = 2e-2  # for tables that are too small to hold rows out
-TINY = 64  # rows, up to which none are held out and all are one minibatch
-HELD_OUT = 0.2
+PENALTIES = (1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)  # of linear models
+HUGE = 1e9  # so large a penalty that a linear model is a constant
+DECAYS = (2e-2, 5e-3, 7e-4)  # of networks, from strong to weak
+SCALES = np.linspace(0, 1, 21).tolist()
 WORTH = (
-    0.95  # the factor by which weaker shrinkage must lower the held-out loss
+    0.99  # a more flexible model must lower the held-out loss by this factor
 )
-STEPS = 800  # of the optimiser; half of them for few rows, and fewer for wide networks
-FEW = 500  # rows
+WORSE = (
+    1.05  # where it raises it so much, even more flexible ones are not tried
+)
+HELD_OUT = 0.2
+FEW = (300, 600)  # rows, below which they are held out in more ways
+SEARCHED = 10_000  # rows, at most, that the choice looks at
+LEAST = 3  # epochs
+SCORES = 2**21  # of a minibatch, at most: rows times classes
+INPUTS = 64  # of a network, at most: more columns are projected
+STEPS = 1200  # of the optimiser; fewer for few rows and wide networks
 WIDE = 32  # features
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
 GAIN = 1.5  # of the initial weights: smaller ones wait long at the identity
-WIDEST = 4096  # inputs; a wider network must be asked for
+FAINT = 1e-3  # of the initial weights, for a linear model
 CHUNK = 2**16  # rows that run through the network at once
 CERTIFIED = 100  # training rows that a certificate looks at
 
@@ -91,6 +94,28 @@ class Rows(NamedTuple):
         rows = torch.as_tensor(index, device=self.x.device)
         weight = None if self.weight is None else self.weight[rows]
         return Rows(self.x[rows], self.t[rows], weight)
+
+
+class Choice(NamedTuple):
+    """What held-out rows decided.
+
+    Attributes:
+        loss: of the held-out rows.
+        penalty: of the linear model, for a row.
+        decay: the weight decay of the network; None where the linear model is better.
+        scale: how much of the scores is kept, from those of a constant on.
+    """
+
+    loss: float = np.inf
+    penalty: float = 0.1
+    decay: float | None = None
+    scale: float = 1.0
+
+    @property
+    def name(self) -> str:
+        if self.decay is None:
+            return f"linear model, penalty {self.penalty:g}"
+        return f"network, weight decay {self.decay:g}"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -141,6 +166,14 @@ class _Estimator(
         """A new output layer."""
         raise NotImplementedError
 
+    def _linear(self, rows: Rows, penalty: float) -> Any:
+        """The linear model with the lowest loss, as a layer."""
+        raise NotImplementedError
+
+    def _losses(self, scores: Tensor, t: Tensor) -> Tensor:
+        """The loss of each row."""
+        raise NotImplementedError
+
     # Learning
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -159,20 +192,27 @@ class _Estimator(
             DataError: if there is nothing to learn from X and y, such as one class only.
             OptionError: if an option is out of range.
         """
-        rows = self._begin(X, y, sample_weight)
-        decay = self._shrinkage(rows)
+        rows, choice = self._prepare(X, y, sample_weight)
         options: dict[str, Any] = {}
         train = rows
         if self.early_stopping:
             train, held = self._hold_out(rows, self.validation_fraction)
             options = {"validation": held, "patience": self.n_iter_no_change}
-        self.history_ = self._train(self.model_, train, decay, **options)
+        self.history_ = self._train(self.model_, train, choice, **options)
         return self._finish(rows)
+
+    def _prepare(
+        self, X: Any, y: Any, sample_weight: Any = None
+    ) -> tuple[Rows, Choice]:
+        """Learn columns and targets, choose by held-out rows, and make a new model."""
+        rows = self._begin(X, y, sample_weight)
+        choice = self._choose(rows)
+        return self._model_for(rows, choice), choice
 
     def _begin(
         self, X: Any, y: Any, sample_weight: Any, classes: Any = None
     ) -> Rows:
-        """Learn columns and targets, and make a new model."""
+        """Learn columns and targets."""
         frame, y = self._check(X, y, reset=True)
         y, frame, weight = self._weighted(y, frame, sample_weight)
         categorical = _names(self.categorical, frame)
@@ -183,7 +223,6 @@ class _Estimator(
         self._learn_target(y, weight, classes)
         self._seed = _seed(self.random_state)
         self.n_iter_ = 0
-        self.model_ = self._new_model()
         return self._rows(frame, y, weight)
 
     def _weighted(self, y: Any, frame: pd.DataFrame, sample_weight: Any) -> Any:
@@ -204,42 +243,120 @@ class _Estimator(
     def _rows(
         self, frame: pd.DataFrame, y: np.ndarray, weight: np.ndarray | None
     ) -> Rows:
-        """What the network learns; weights have the mean 1."""
+        """All different rows, in an order of their own; weights have the mean 1."""
         t, factor = self._encode_target(y)
         if factor is not None:
             weight = factor if weight is None else weight * factor
-        x = self._inputs(frame)
-        if weight is not None:
-            rows = np.flatnonzero(weight)
-            x, t, weight = x[torch.as_tensor(rows)], t[rows], weight[rows]
-        targets = torch.as_tensor(t, device=x.device)
-        numbers = _row_numbers(x, targets)
-        if weight is None and numbers.max() == len(numbers) - 1:
-            return Rows(x, targets, None)
+        rows = Rows(self._inputs(frame), torch.as_tensor(t), None)
+        rows = rows._replace(t=rows.t.to(self.device))
         # A row that is repeated is one row with the sum of the weights.
-        total = np.bincount(numbers, weight)
-        first = np.unique(numbers, return_index=True)[1]
-        weights = torch.as_tensor(total / total.mean()).to(x)
-        rows = Rows(x, targets, None).take(first)
-        return rows if np.ptp(total) == 0 else rows._replace(weight=weights)
+        number, first = _row_numbers(rows.x, rows.t)
+        total = np.bincount(number, weight)
+        rows = rows.take(first)
+        if np.ptp(total) == 0:
+            return rows
+        return rows._replace(
+            weight=torch.as_tensor(total / total.mean()).to(rows.x)
+        )
 
-    def _new_model(self) -> Model:
+    # The choice
+
+    def _choose(self, rows: Rows) -> Choice:
+        """The model with the lowest loss of held-out rows."""
+        wide = rows.x.shape[1] > INPUTS
+        if self.weight_decay is not None and not wide:
+            return Choice(decay=self.weight_decay)
+        if len(rows.x) > SEARCHED:
+            random = np.random.default_rng(self._seed)
+            rows = rows.take(random.permutation(len(rows.x))[:SEARCHED])
+        count = sum(len(rows.x) < limit for limit in FEW) + 1
+        try:
+            folds = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
+        except DataError:  # too few rows
+            return Choice(decay=self.weight_decay or DECAYS[0])
+        best = min(
+            self._judged(folds, Choice(penalty=penalty))
+            for penalty in PENALTIES
+        )
+        if self.weight_decay is not None:
+            return Choice(best.loss, best.penalty, self.weight_decay)
+        if self.epochs is not None or not self._can_be_linear():
+            best = best._replace(loss=np.inf)
+        for decay in DECAYS:
+            choice = self._judged(folds, best._replace(decay=decay))
+            if choice.loss > WORSE * best.loss:
+                break
+            if choice.loss < WORTH * best.loss:
+                best = choice
+        return best
+
+    def _judged(self, folds: Sequence[Any], choice: Choice) -> Choice:
+        """A choice with its held-out loss, at the scale where it is lowest."""
+        losses = np.zeros(len(SCALES))
+        for train, held in folds:
+            constant = self._linear(train, HUGE).bias
+            scores = self._predicted(train, held.x, choice)
+            for k, scale in enumerate(SCALES):
+                each = self._losses(constant.lerp(scores, scale), held.t)
+                losses[k] += _mean(each, held.weight) / len(folds)
+        best = int(losses.argmin())
+        choice = choice._replace(loss=losses[best], scale=SCALES[best])
+        self._say(
+            f"{choice.name}, scores times {choice.scale:.2f}: held-out loss {choice.loss:.4f}"
+        )
+        return choice
+
+    def _predicted(self, train: Rows, x: Tensor, choice: Choice) -> Tensor:
+        """The scores at x of a model that is trained by a choice."""
+        if choice.decay is None:
+            return self._linear(train, choice.penalty)(x)
+        if x.shape[1] > INPUTS:
+            D = self._directions(train, choice.penalty)
+            train = train._replace(x=train.x @ D)
+            x = x @ D
+        model = self._new_model(x.shape[1])
+        self._train(model, train, choice._replace(scale=1.0))
+        with torch.no_grad():
+            return model(x)
+
+    # The model
+
+    def _model_for(self, rows: Rows, choice: Choice) -> Rows:
+        """Make a new model; the rows as it takes them."""
+        if rows.x.shape[1] > INPUTS:
+            D = self._directions(rows, choice.penalty)
+            self.encoder_.directions = D.T.tolist()
+            rows = rows._replace(x=rows.x @ D)
+        self.model_ = self._new_model(rows.x.shape[1])
+        return rows
+
+    def _directions(self, rows: Rows, penalty: float) -> Tensor:
+        """The directions (inputs, fewer) in which a table of many columns is seen.
+
+        These are the scores of the linear model, and principal components.
+        """
+        x = rows.x.numpy(force=True)
+        W = self._linear(rows, penalty).weight.detach()
+        if len(W) > INPUTS:
+            W = W[:0]
+        count = min(INPUTS - len(W) // 2, max(8, len(x) // 4), *x.shape)
+        pca = PCA(count, random_state=self._seed).fit(x)
+        sizes = np.sqrt(pca.singular_values_ * pca.singular_values_.mean())
+        keep = sizes > 0
+        components: Any = pca.components_
+        components = components[keep] / sizes[keep, None]
+        D = torch.as_tensor(components.T * len(x) ** 0.5).to(rows.x)
+        spread = (rows.x @ W.T).std(0).clamp_min(1e-6)
+        return torch.cat([W.T / spread, D], 1)
+
+    def _new_model(self, inputs: int) -> Model:
         generator = torch.Generator().manual_seed(self._seed)
         factory = {
             "generator": generator,
-            "dtype": torch.float64,
+            "dtype": torch.float32,
             "device": self.device,
         }
-        inputs = len(self.encoder_.names)
-        features = (
-            roomy_width(inputs) if self.features is None else self.features
-        )
-        if self.features is None and inputs > WIDEST:
-            raise OptionError(
-                f"{inputs} inputs make a network of {features} features, with "
-                f"{features**2 / 2:.2g} weights a layer; leave columns out, or say "
-                f"features={features}."
-            )
+        features = self.features or roomy_width(inputs)
         options = {"activation": self.activation, **factory}
         kind = choose("network", self.network, BY_NAME)
         if kind != "mlp":
@@ -253,90 +370,93 @@ class _Estimator(
         head = self._head(net.features, **factory)
         return Model(Augment(inputs, features).to(self.device), net, head)
 
-    def _shrinkage(self, rows: Rows) -> float:
-        """The weight decay with the lowest loss of held-out rows, in several splits if few."""
-        if self.weight_decay is not None:
-            return self.weight_decay
-        if _row_numbers(rows.x).max() < TINY:
-            return SHRINKAGE
-        splits = [
-            self._hold_out(rows, HELD_OUT, fold)
-            for fold in range(_folds(len(rows.x)))
-        ]
-        best = np.inf
-        chosen = SHRINKAGE
-        for decay in SHRINKAGES:
-            loss = 0.0
-            for train, held in splits:
-                model = self._new_model()
-                self._train(model, train, decay)
-                loss += _loss(model, held)
-                if loss > best:
-                    break
-            self._say(
-                f"weight decay {decay:g}: held-out loss {loss / len(splits):.4f}"
-            )
-            if loss < WORTH * best:
-                best = loss
-                chosen = decay
-        return chosen
+    def _can_be_linear(self) -> bool:
+        """True if the network without weights gives its inputs, so that a model can be linear."""
+        net = self._new_model(2).net
+        x = torch.ones(1, net.features, device=self.device)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.zero_()
+            return torch.equal(net(x), x)
 
     def _train(
-        self, model: Model, rows: Rows, decay: float, **options: Any
+        self, model: Model, rows: Rows, choice: Choice, **options: Any
     ) -> training.History:
+        """Train a model by a choice of the held-out rows."""
+        head: Any = model.head
+        if choice.decay is None:
+            history = self._solve(model, rows, choice.penalty)
+        else:
+            recipe = self._recipe(model, rows, choice.decay) | options
+            x = rows.x.to(head.weight.dtype)
+            history = training.fit(
+                model, x, rows.t, weight=rows.weight, **recipe
+            )
+        if choice.scale < 1:
+            constant = self._linear(rows, HUGE).bias
+            with torch.no_grad():
+                head.weight *= choice.scale
+                head.bias.copy_(constant.lerp(head.bias, choice.scale))
+        return history
+
+    @torch.no_grad()
+    def _solve(
+        self, model: Model, rows: Rows, penalty: float
+    ) -> training.History:
+        """Make a model linear, with weights so small that it can still learn more."""
+        for parameter in model.net.parameters():
+            parameter *= FAINT
+        linear = self._linear(rows, penalty)
+        head: Any = model.head
+        augment: Any = model.augment
+        head.weight.zero_()
+        head.weight[:, augment.positions] = linear.weight
+        head.bias.copy_(linear.bias)
+        loss = _mean(self._losses(linear(rows.x), rows.t), rows.weight)
+        return training.History([loss], [np.nan], [0.0], [0.0], [0.0])
+
+    def _recipe(self, model: Model, rows: Rows, decay: float) -> dict[str, Any]:
+        """The options of a training; those of the estimator come first."""
         count = len(rows.x)
-        features = model.net.features
-        batches = max(1, min(8, count // TINY), count // 512)
-        steps = STEPS * min(1.0, WIDE / features)
-        if count < FEW:
-            steps /= 2
-        if (
-            count <= TINY
-        ):  # so that rounding does not tell a weight of two from two rows
-            steps = min(steps, 60)
-        epochs = max(10, round(steps / batches))
-        recipe = {
-            "epochs": epochs if self.epochs is None else self.epochs,
-            "batch": -(-count // batches)
-            if self.batch is None
-            else self.batch,  # of equal size
-            "learning_rate": self._rate(),
+        head: Any = model.head
+        narrow = min(1.0, WIDE / head.features)
+        batches = max(1, min(8, count // 64), count // 512)
+        batches = max(batches, count * head.outputs // SCORES)
+        steps = narrow * min(STEPS, max(60, 2 * count))
+        recipe: dict[str, Any] = {
+            "epochs": max(LEAST, round(steps / batches)),
+            "batch": -(-count // batches),  # all of equal size
+            "learning_rate": RATE * narrow**0.5,
             "warmup": 0.2,
             "weight_decay": decay,
             "clip": 1.0,
             "solver": "joint",
-            "ridge": RIDGE * decay if self.ridge is None else self.ridge,
+            "ridge": RIDGE * decay,
             "smoothness": self.smoothness,
             "seed": self._seed + self.n_iter_,
             "progress": bool(self.verbose),
         }
-        recipe |= options
-        return training.fit(model, rows.x, rows.t, weight=rows.weight, **recipe)
-
-    def _rate(self) -> float:
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return RATE * min(1.0, WIDE / self.model_.net.features) ** 0.5
+        for name in ("epochs", "batch", "learning_rate", "ridge"):
+            if getattr(self, name) is not None:
+                recipe[name] = getattr(self, name)
+        return recipe
 
     def _hold_out(
         self, rows: Rows, fraction: float, fold: int = 0
     ) -> tuple[Rows, Rows]:
+        """Rows to train on and to hold out; rows of equal inputs stay together."""
         if not 0 < fraction < 1:
             raise OptionError(
                 f"validation_fraction must be between 0 and 1, but got {fraction!r}."
             )
-        labels = rows.t.numpy(force=True)
-        numbers = _row_numbers(rows.x)
-        if numbers.max() < TINY:
-            numbers = np.arange(len(labels))
-        first = np.unique(numbers, return_index=True)[1]
+        number, first = _row_numbers(rows.x)
+        if len(first) < 10:
+            number = first = np.arange(len(rows.x))
+        labels = rows.t.numpy(force=True)[first]
         _, apart = hold_out(
-            labels[first],
-            fraction,
-            self._seed + fold,
-            classes=not self.regression,
+            labels, fraction, self._seed + fold, classes=not self.regression
         )
-        is_held = np.isin(numbers, apart)  # rows of equal inputs stay together
+        is_held = np.isin(number, apart)
         train = np.flatnonzero(~is_held)
         held = np.flatnonzero(is_held)
         if not len(held):
@@ -347,9 +467,11 @@ class _Estimator(
         return rows.take(train), rows.take(held)
 
     def _finish(self, rows: Rows) -> Self:
+        self.model_.double()
         self.n_iter_ += len(self.history_.loss)
         self.loss_curve_ = self.history_.loss
-        self._sample = rows.x[:: -(-len(rows.x) // CERTIFIED)].cpu()
+        sample = rows.x[:: -(-len(rows.x) // CERTIFIED)]
+        self._sample = sample.cpu().double()
         self._certificate = None
         return self
 
@@ -359,13 +481,14 @@ class _Estimator(
         """One epoch on these samples, from where the model is."""
         if not self.__sklearn_is_fitted__():
             rows = self._begin(X, y, sample_weight, classes)
+            rows = self._model_for(rows, Choice())
         else:
             frame, y = self._check(X, y, reset=False)
             y, frame, weight = self._weighted(y, frame, sample_weight)
             rows = self._rows(frame, y, weight)
-        decay = 0.0 if self.weight_decay is None else self.weight_decay
+        choice = Choice(decay=self.weight_decay or 0.0)
         options = {"epochs": 1, "schedule": "constant", "warmup": 0.0}
-        self.history_ = self._train(self.model_, rows, decay, **options)
+        self.history_ = self._train(self.model_, rows, choice, **options)
         return self._finish(rows)
 
     # Predicting
@@ -391,16 +514,14 @@ class _Estimator(
         frame, _ = self._check(X, reset=False, learning=False)
         function = getattr(self.model_, method)
         chunks = [
-            function(x).numpy(force=True)
+            function(x.double()).numpy(force=True)
             for x in self._inputs(frame).split(CHUNK)
         ]
         return np.concatenate(chunks)
 
     def _inputs(self, frame: pd.DataFrame) -> Tensor:
-        inputs = self.encoder_.transform(frame)
-        return torch.as_tensor(
-            inputs, device=next(self.model_.parameters()).device
-        )
+        inputs = self.encoder_.transform(frame, "float32")
+        return torch.as_tensor(inputs, device=self.device)
 
     def _check(
         self, X: Any, y: Any = None, *, reset: bool, learning: bool = True
@@ -473,8 +594,8 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
             at most 24 more than the inputs.
         activation: one of `hdnn.activations`.
         T: the time that the layers span together. Not for "mlp".
-        epochs: passes over the data; by default as many as make 800 steps, fewer for few rows and
-            wide networks.
+        epochs: passes over the data, of a network in any case; by default as many as make 1,200
+            steps, fewer for few rows and wide networks, and a linear model may be chosen instead.
         batch: samples for each step; by default an eighth of them, 64 to 512.
         learning_rate: the largest rate; it rises for a fifth of the steps, then falls to zero.
         weight_decay: shrinks the model towards a linear one. By default held-out rows decide;
@@ -577,6 +698,11 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
                 "a classifier needs at least 2 classes, but there is only one class: "
                 f"{self.classes_[0]!r}."
             )
+        if count > MANY:
+            raise DataError(
+                f"y has {count} classes, such as {self.classes_.tolist()[0]!r}, but at most {MANY} "
+                "can be told apart; merge rare classes, or learn values."
+            )
 
     def _encode_target(
         self, y: np.ndarray
@@ -589,6 +715,19 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
         labels = np.searchsorted(self.classes_, y)
         return labels, class_weights(
             self.class_weight, labels, self.classes_.tolist()
+        )
+
+    def _linear(self, rows: Rows, penalty: float) -> Any:
+        model = LogisticRegression(C=1 / (penalty * len(rows.x)), max_iter=200)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps that were not enough
+            return _as_layer(model.fit(*_arrays(rows)), rows)
+
+    def _losses(self, scores: Tensor, t: Tensor) -> Tensor:
+        if len(self.classes_) > 2:
+            return F.cross_entropy(scores, t, reduction="none")
+        return F.binary_cross_entropy_with_logits(
+            scores[:, 0], t.to(scores), reduction="none"
         )
 
     def _head(self, features: int, **options: Any) -> Any:
@@ -663,31 +802,54 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
             raise DataError(
                 f"y has {values.shape[1]} values a sample, but {len(self._center)} before."
             )
-        return (values - self._center) / self._scale, None
+        t = (values - self._center) / self._scale
+        return t.astype(np.float32), None
+
+    def _linear(self, rows: Rows, penalty: float) -> Any:
+        model = Ridge(alpha=penalty * len(rows.x))
+        return _as_layer(model.fit(*_arrays(rows)), rows)
+
+    def _losses(self, scores: Tensor, t: Tensor) -> Tensor:
+        return (scores - t).square().mean(1)
 
     def _head(self, features: int, **options: Any) -> Any:
         return RegressionHead(features, len(self._center), **options)
 
 
-@torch.no_grad()
-def _loss(model: Model, rows: Rows) -> float:
-    head: Any = model.head
-    y = torch.cat([model.features(x) for x in rows.x.split(CHUNK)])
-    return evaluate(head, (y, rows.t, rows.weight)).loss
+def _arrays(rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    weight = None
+    if rows.weight is not None:
+        weight = rows.weight.double().numpy(force=True)
+    return rows.x.double().numpy(force=True), rows.t.numpy(force=True), weight
 
 
-def _row_numbers(*columns: Tensor) -> np.ndarray:
-    """Numbers of rows from 0, in the order they appear; equal rows have the same."""
+def _row_numbers(*columns: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The number of each row, where equal rows share one, and the first row of each number.
+
+    Numbers follow from the values alone, so that the order of the rows does not matter.
+    """
     parts = [part.reshape(len(part), -1).numpy(force=True) for part in columns]
-    frames = [pd.DataFrame(part) for part in parts]
-    frame = pd.concat(frames, axis=1)
+    frame = pd.concat([pd.DataFrame(part) for part in parts], axis=1)
     keys = hash_pandas_object(frame, index=False)  # pyright: ignore[reportCallIssue]
-    return pd.factorize(keys)[0]
+    _, first, number = np.unique(
+        keys.to_numpy(), return_index=True, return_inverse=True
+    )
+    return number, first
 
 
-def _folds(rows: int) -> int:
-    """The number of splits into training rows and held-out rows."""
-    return 2 if rows < 2 * FEW else 1
+def _as_layer(fitted: Any, rows: Rows) -> torch.nn.Linear:
+    """A fitted linear model of scikit-learn as a layer of PyTorch."""
+    weight = np.atleast_2d(fitted.coef_)
+    layer = torch.nn.Linear(*weight.shape[::-1]).requires_grad_(False)
+    layer.weight.copy_(torch.as_tensor(weight))
+    layer.bias.copy_(torch.as_tensor(np.ravel(fitted.intercept_)))
+    return layer.to(rows.x)
+
+
+def _mean(losses: Tensor, weight: Tensor | None) -> float:
+    if weight is not None:
+        losses = losses * (weight / weight.mean())
+    return float(losses.mean())
 
 
 def _seed(random_state: Any) -> int:

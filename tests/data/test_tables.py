@@ -48,6 +48,20 @@ def test_files_of_old_encodings_are_read(csv):
     assert frame["größe"].tolist() == [1, 2]
 
 
+def test_utf16_and_marks_of_gaps_are_read(csv):
+    frame = tables.read(csv("a,b\n1,x\n.,--\n", encoding="utf-16"))
+    assert frame.isna().to_numpy().tolist() == [[False, False], [True, True]]
+
+
+def test_large_files_are_read_as_float32(csv, monkeypatch):
+    monkeypatch.setattr(tables, "LARGE", 10)
+    frame = tables.read(csv("a,b,c\n" + "1.5,2,x\n" * 9))
+    assert [str(kind) for kind in frame.dtypes[:2]] == ["float32", "int64"]
+    cells = ["1.5"] * 2000 + ["abc"]
+    frame = tables.read(csv("a,b\n" + "".join(f"{c},1\n" for c in cells)))
+    assert frame["a"].iloc[-1] == "abc"
+
+
 def test_parquet_holds_the_same(tmp_path):
     pytest.importorskip("pyarrow")
     frame = pd.DataFrame({"a": [1.0, None], "b": ["x", "y"]})
@@ -117,6 +131,9 @@ def test_missing_values_are_filled_by_the_median_and_marked():
         (["1,5", "2,5", "3,25"], 1.5),
         (["12 %", "13 %", "14 %"], 12.0),
         (["€ 7", "€ 8", "€ 9"], 7.0),
+        (["(1,234.50)", "7.25", "2,000"], -1234.5),
+        (["1.234,5", "2.000,25", "7"], 1234.5),
+        (["1.100,50 €", "1.200,50 €", "3 €"], 1100.5),
         ([True, False, True], 1.0),
         (pd.array([4, None, 5], "Int64"), 4.0),
     ],
@@ -136,6 +153,8 @@ def test_numbers_in_any_dress_are_numbers(cells, number):
         ["2020-01-01", "2020-01-03", "2020-02-01"],
         ["1/1/2020", "1/3/2020", "2/1/2020"],
         ["31.12.2019", "02.01.2020", "31.01.2020"],
+        ["1-Mar-20", "3-Mar-20", "1-Apr-20"],
+        ["Mar 1, 2020", "Mar 3, 2020", "Apr 1, 2020"],
         pd.to_datetime(["2020-01-01", "2020-01-03", "2020-02-01"]),
         pd.to_datetime(["2020-01-01", "2020-01-03", "2020-02-01"], utc=True),
     ],
@@ -145,6 +164,18 @@ def test_dates_become_days(days):
     encoder = Encoder.fit(frame)
     inputs = encoder.transform(frame)[:, 0] * encoder.columns[0]["scale"]
     np.testing.assert_allclose(np.diff(inputs), [2, 29], atol=1e-6)
+
+
+def test_new_rows_are_read_in_the_form_that_was_learned():
+    frame = pd.DataFrame(
+        {
+            "when": ["13/02/2020", "01/02/2020", "03/04/2020"],
+            "price": ["1,5", "2,25", "7,125"],
+        }
+    )
+    encoder = Encoder.fit(frame)
+    inputs = encoder.transform(frame)
+    assert np.array_equal(encoder.transform(frame.iloc[2:]), inputs[2:])
 
 
 def test_identifiers_names_empty_and_constant_columns_are_left_out_with_a_note():
@@ -280,6 +311,7 @@ def test_the_task_is_seen_from_the_target(values, task, classes):
         (["x"] * 9, {}, "one class only"),
         ([1.5] * 9, {"task": "regression"}, "same in every row"),
         ([f"name {i}" for i in range(50)], {}, "too many for classes"),
+        ([f"c{i % 1500}" for i in range(4500)], {}, "'c0', too many"),
         (["x", None, "y"] * 3, {}, "missing in 3 rows, first in row 2"),
         (["1", "2", "x"] * 9, {"task": "regression"}, "row 3: 'x'"),
     ],

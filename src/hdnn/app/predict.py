@@ -205,7 +205,10 @@ def certify(place: str, data: str | None, *, samples: int) -> Any:
         x = images.normalised(images.images_test[:samples], torch.float32)
         where = f"test images of {source}"
     elif run is not None and data is None:
-        x = train.load(run.config()).points
+        rows = train.load(run.config())
+        if source not in PLANAR_SETS:
+            rows.project(run.columns()[0].directions)
+        x = rows.points
         where = "test points"
     elif run is not None:
         frame = read_rows(source, run.options().get("seed", 0))

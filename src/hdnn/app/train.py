@@ -229,6 +229,16 @@ class Data:
     source: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def project(self, directions: Any) -> None:
+        """See the inputs of a wide table in fewer directions."""
+        if directions is None or self.points is None:
+            return
+        self.encoder.directions = directions
+        D = torch.tensor(directions).T
+        for part, (x, t) in self.parts.items():
+            self.parts[part] = (x @ D, t)
+        self.points = self.points @ D
+
     def note(self) -> dict[str, Any] | None:
         """The columns, which the file of the model remembers."""
         if self.encoder is None:
@@ -313,7 +323,7 @@ def load_table(config: Any) -> Data:
             frame.iloc[train], config.target, "regression"
         )
         labels = target.encode(frame)[:, None]
-    x = torch.from_numpy(encoder.transform(inputs))
+    x = torch.from_numpy(encoder.transform(inputs, "float32"))
     t = torch.from_numpy(labels)
     rows = (x[train], t[train], x[test], t[test])
     return rows_to_learn(rows, encoder, target, inputs.iloc[train])
@@ -420,16 +430,22 @@ class TableJob(Job):
         self.data = load_table(config)
         self.estimator = estimator(config, self.data.target.classes)
         labels = self.data.truth(self.data.parts["train"][1])
-        self.rows = self.estimator._begin(self.data.source, labels, None)
-        decay = self.estimator._shrinkage(self.rows)
+        rows, choice = self.estimator._prepare(self.data.source, labels)
+        self.rows = rows
+        self.choice = choice
         self.model = self.estimator.model_
+        self.data.project(self.estimator.encoder_.directions)
+        if choice.decay is None:
+            self.data.encoder.notes.append(
+                "a linear model does better on held-out rows: the network is kept small."
+            )
         options = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
         options["features"] = self.model.net.features
         if config.network == "mlp":
             options["T"] = None
         options["data"] = os.path.abspath(config.data)
         options["task"] = self.data.target.task
-        options["weight_decay"] = decay
+        options["weight_decay"] = choice.decay
         self.config = replace(config, **options)
         self.data.samples = samples_for(self.model)
 
@@ -448,8 +464,11 @@ class TableJob(Job):
             "progress": progress,
         }
         history = self.estimator._train(
-            self.model, rows, config.weight_decay, **options
+            self.model, rows, self.choice, **options
         )
+        self.model.double()
+        points: Any = self.data.points
+        self.data.points = points.double()
         self.note_best(options, history)
         return history
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import csv
 import difflib
+import itertools
 import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import NormalDist
@@ -24,37 +26,32 @@ from hdnn.errors import DataError, OptionError, TableWarning, choose, require
 require("pandas", extra="sklearn")
 
 import pandas as pd  # noqa: E402
-from pandas.tseries.api import guess_datetime_format  # noqa: E402
 
 __all__ = ["Encoder", "Target", "class_weights", "hold_out", "read"]
 
 SAMPLE = 2**16  # bytes from which the form of a CSV file is guessed
-MISSING = [
-    "?",
-    "-",
-    "na",
-    "none",
-    "NONE",
-    "NAN",
-    "NaT",
-    "<na>",
-]  # besides pandas' own words
+LARGE = 2**25  # bytes, from which the numbers of a file are read as float32
+# Besides pandas' own words.
+MISSING = ("?", "-", "--", ".", "na", "none", "NONE", "NAN", "NaT", "missing")
 Series = Any  # of pandas, whose stubs are stricter than it is
 
 FEW = 20  # values: so few are categories, however seldom they repeat
 MOST = 255  # categories of a column
+MANY = 1000  # classes, at most
 HEAVY = 8.0  # standard deviations: a column with a value beyond this is scaled by its ranks
 RANKS = 200  # quantiles that describe such a column
 HALF = (
     0.5  # the scale of inputs that are 0 or 1: their largest standard deviation
 )
 IDENTIFIER = re.compile(
-    r"(.*[_ .-])?(id|index|idx|key|nr|no|row|number)|unnamed.*|", re.IGNORECASE
+    r"(.*[_ .-])?(u?u?id|index|idx|key|nr|no|row|number)|unnamed.*|", re.I
 )
-DRESSED = re.compile(r"[+-]?\s*[$€£¥]?\s*[+-]?\d[\d.,'\s]*\s*[$€£¥%]?")
-DATE = re.compile(
-    r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?|\d{1,2}[ -][A-Za-z]{3,9}[ -]\d{2,4}"
-)
+DRESSED = re.compile(r"\(?[+-]?\s*[$€£¥]?\s*[+-]?[\d.,'\s]*\d\s*[$€£¥%]?\)?")
+COMMA = r"^[^,]*,(?:\d{1,2}|\d{4,})\D*$"  # a decimal comma
+SEPARATED = r"\w.*[-/. ].*[-/. ].*\d"  # as the three parts of a date are
+DAYS = ("%m %d %Y", "%d %m %Y", "%Y %m %d", "%d %b %Y", "%b %d %Y")
+SHORT = ("%m %d %y", "%d %m %y", "%d %b %y", "%d %B %Y", "%B %d %Y")
+TIMES = ("", " %H:%M", " %H:%M:%S")
 
 
 class CellTypeError(DataError, TypeError):
@@ -101,33 +98,42 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
 def _read_csv(path: Path) -> pd.DataFrame:
     with path.open("rb") as file:
         raw = file.read(SAMPLE)
+    encoding = (
+        "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    )
+    raw = raw[: raw.rfind(b"\n") + 1 or None]  # a letter may be cut at the end
     try:
-        # A letter may be cut at the end of the sample.
-        sample = raw[: raw.rfind(b"\n") + 1 or None].decode("utf-8-sig")
-        encoding = "utf-8-sig"
+        sample = raw.decode(
+            encoding, "ignore" if encoding == "utf-16" else "strict"
+        )
     except UnicodeDecodeError:
         encoding = "latin-1"
         sample = raw.decode(encoding)
     lines = [line for line in sample.splitlines() if line.strip()][:100]
     if not lines:
         raise DataError(f"{path} is empty.")
-    delimiter = _delimiter(lines)
-    cells = [
-        cell.strip()
-        for row in csv.reader(lines[1:], delimiter=delimiter)
-        for cell in row
-    ]
-    comma = any(re.fullmatch(r"-?\d+,\d+", cell) for cell in cells)
-    point = any(re.fullmatch(r"-?\d+\.\d+", cell) for cell in cells)
-    frame = pd.read_csv(
-        path,
-        sep=delimiter,
-        decimal="," if comma and not point and delimiter != "," else ".",
-        encoding=encoding,
-        skipinitialspace=True,
-        na_values=MISSING,
-        low_memory=False,
-    )
+    options: dict[str, Any] = {
+        "sep": _delimiter(lines),
+        "encoding": encoding,
+        "skipinitialspace": True,
+        "na_values": list(MISSING),
+        "low_memory": False,
+    }
+    cells = [*itertools.chain(*csv.reader(lines[1:], delimiter=options["sep"]))]
+    comma = any(re.fullmatch(r"\s*-?\d+,\d+\s*", cell) for cell in cells)
+    point = any(re.fullmatch(r"\s*-?\d+\.\d+\s*", cell) for cell in cells)
+    if comma and not point and options["sep"] != ",":
+        options["decimal"] = ","
+    frame = None
+    if path.stat().st_size > LARGE:
+        first = pd.read_csv(path, nrows=1000, **options)
+        dtype = dict.fromkeys(
+            first.columns[first.dtypes == "float64"], "float32"
+        )
+        with suppress(ValueError):  # text further down
+            frame = pd.read_csv(path, dtype=dtype, **options)
+    if frame is None:
+        frame = pd.read_csv(path, **options)
     if all(re.fullmatch(r"-?[\d.]+", str(name)) for name in frame.columns):
         raise DataError(
             f"{path} has numbers in its first line; it must name the columns."
@@ -137,15 +143,13 @@ def _read_csv(path: Path) -> pd.DataFrame:
 
 def _delimiter(lines: Sequence[str]) -> str:
     """The delimiter that divides the most lines alike, and into the most cells."""
-    best = ","
-    record = (0, 1)
-    for delimiter in ",;\t|":
+
+    def score(delimiter: str) -> tuple[int, int]:
         lengths = [len(row) for row in csv.reader(lines, delimiter=delimiter)]
         width = lengths[0]
-        score = (lengths.count(width), width)
-        if width > 1 and score > record:
-            best, record = delimiter, score
-    return best
+        return lengths.count(width) if width > 1 else 0, width
+
+    return max(",;\t|", key=score)
 
 
 READERS: Mapping[str, Any] = {
@@ -184,6 +188,7 @@ class Encoder:
 
     columns: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    directions: list[list[float]] | None = None
 
     @classmethod
     def fit(
@@ -239,6 +244,7 @@ class Encoder:
         numbers = None
         if not categorical and series.dtype != "category":
             column["kind"] = _kind(name, series)
+            column["form"] = _form(column["kind"], series)
             numbers = _numbers(column, series)
         if numbers is None:
             self._learn_categories(column, series, categorical, weight)
@@ -312,6 +318,9 @@ class Encoder:
     @property
     def names(self) -> list[str]:
         """The name of each input."""
+        if self.directions is not None:
+            count = len(self.directions)
+            return [f"direction {number + 1}" for number in range(count)]
         return [
             name for column in self.columns for name in _input_names(column)
         ]
@@ -325,13 +334,16 @@ class Encoder:
             for _ in _input_names(column)
         ]
 
-    def transform(self, frame: pd.DataFrame) -> np.ndarray:
-        """Inputs `(rows, inputs)` of a model, in float64.
+    def transform(
+        self, frame: pd.DataFrame, dtype: str = "float64"
+    ) -> np.ndarray:
+        """Inputs `(rows, inputs)` of a model.
 
         Values unlike those learned from are handled and named in a `TableWarning`: a new category
         is none of the known ones, a new gap is the median.
         """
-        inputs = np.empty((len(frame), len(self.names)))
+        width = sum(len(_input_names(column)) for column in self.columns)
+        inputs = np.empty((len(frame), width), dtype)
         position = 0
         for column in self.columns:
             series = _column(frame, column["name"])
@@ -342,6 +354,8 @@ class Encoder:
             for values in block:
                 inputs[:, position] = values
                 position += 1
+        if self.directions is not None:
+            return inputs @ np.array(self.directions, dtype).T
         return inputs
 
     def config(self) -> dict[str, Any]:
@@ -370,34 +384,31 @@ def _column(frame: pd.DataFrame, name: str) -> Series:
 
 def _kind(name: str, series: Series) -> str:
     """'number', 'date' or 'category', from the type of a column and the texts in it."""
-    if pd.api.types.is_bool_dtype(series) or pd.api.types.is_numeric_dtype(
-        series
-    ):
-        return "number"
-    if pd.api.types.is_datetime64_any_dtype(series) or isinstance(
-        series.dtype, pd.PeriodDtype
-    ):
-        return "date"
+    if _is_plain(series):
+        is_number = pd.api.types.is_numeric_dtype(series)
+        return "number" if is_number else "date"
     present = series.dropna()
     sample = present.iloc[:: len(present) // 1000 + 1]
     texts = [str(value).strip() for value in sample]
     if all(isinstance(value, bool) for value in sample):
         return "number"
-    wrong = next(
-        (
-            value
-            for value in sample
-            if isinstance(value, (list, dict, set, tuple))
-        ),
-        None,
-    )
-    if wrong is not None:
+    wrong = [
+        type(value).__name__
+        for value in sample
+        if isinstance(value, (list, dict, set, tuple))
+    ]
+    if wrong:
         raise CellTypeError(
-            f"column {name!r} holds a {type(wrong).__name__}, but a cell of this argument must be "
+            f"column {name!r} holds a {wrong[0]}, but a cell of this argument must be "
             "a string or a number; leave the column out."
         )
-    if sum(bool(DATE.fullmatch(text)) for text in texts) > len(texts) / 2:
-        return "date"
+    separated = pd.Series(
+        [t for t in texts if re.search(SEPARATED, t)], dtype=str
+    )
+    if len(separated) > len(texts) / 2:
+        days = _days(separated, _form("date", separated))
+        if np.isfinite(days).sum() > len(texts) / 2:
+            return "date"
     if sum(bool(DRESSED.fullmatch(text)) for text in texts) > len(texts) / 2:
         return "number"
     return "category"
@@ -408,11 +419,11 @@ def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray | None:
     if column["kind"] == "category":
         return None
     if column["kind"] == "date":
-        values = _days(series)
+        values = _days(series, column["form"])
     elif pd.api.types.is_numeric_dtype(series):
         values = series.to_numpy(np.float64, na_value=np.nan)
     else:
-        values = _plain_numbers(series)
+        values = _plain_numbers(series, column["form"])
     wrong = (np.isnan(values) & series.notna().to_numpy()) | np.isinf(values)
     if wrong.any():
         row = int(wrong.argmax())
@@ -424,43 +435,60 @@ def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray | None:
     return values
 
 
-def _plain_numbers(series: Series) -> np.ndarray:
-    """Numbers of texts such as '$1,234' and '12 %'; '1,5' is 1.5."""
-    texts = series.astype("str").str.replace(r"[\s$€£¥%']", "", regex=True)
-    texts = texts.str.replace(r",(?=\d{3}(\D|$))", "", regex=True).str.replace(
-        ",", "."
-    )
-    numbers: Series = pd.to_numeric(
-        texts.where(series.notna()), errors="coerce"
-    )
+def _form(kind: str, series: Series) -> str:
+    """The order of the parts of dates, or "," where that is the decimal sign."""
+    if kind == "category" or _is_plain(series):
+        return ""
+    texts = _stripped(series).dropna()
+    if kind == "number":
+        return "," if texts.str.contains(COMMA).any() else "."
+    sample = texts.iloc[:1000]
+    if _dates(sample, "ISO8601").notna().mean() > 0.5:
+        return "ISO8601"
+    forms = map("".join, itertools.product(DAYS + SHORT, TIMES))
+    return max(forms, key=lambda form: _dates(sample, form).count())
+
+
+def _is_plain(series: Series) -> bool:
+    """True for numbers and dates that pandas knows as such."""
+    types = pd.api.types
+    is_date = types.is_datetime64_any_dtype(series)
+    is_period = isinstance(series.dtype, pd.PeriodDtype)
+    return is_date or is_period or types.is_numeric_dtype(series)
+
+
+def _stripped(series: Series) -> Series:
+    return series.astype("str").str.strip().where(series.notna())
+
+
+def _plain_numbers(series: Series, form: str) -> np.ndarray:
+    """Numbers of texts such as '$1,234', '(12 %)', '1,5' and '1.234,5'."""
+    texts = _stripped(series).str.replace(r"[\s$€£¥%')]", "", regex=True)
+    texts = texts.str.replace("(", "-", regex=False)
+    if form == ",":
+        texts = texts.str.replace(".", "", regex=False)
+        texts = texts.str.replace(",", ".", regex=False)
+    texts = texts.str.replace(",", "", regex=False)
+    numbers: Series = pd.to_numeric(texts, errors="coerce")
     return numbers.to_numpy(np.float64)
 
 
-def _days(series: Series) -> np.ndarray:
+def _days(series: Series, form: str) -> np.ndarray:
     """Dates as days since 1970, NaN where they are missing or no dates."""
     if isinstance(series.dtype, pd.PeriodDtype):
         series = series.dt.to_timestamp()
     if not pd.api.types.is_datetime64_any_dtype(series):
-        texts = series.astype("str").where(series.notna())
-        first = texts.dropna().iloc[0].strip()
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # it names dates that only one order fits
-            guesses = [
-                guess_datetime_format(first, dayfirst=day)
-                for day in (False, True)
-            ]
-        formats = ["ISO8601", *[guess for guess in guesses if guess]]
-        tries = [
-            pd.to_datetime(texts, format=way, errors="coerce", utc=True)
-            for way in formats
-        ]
-        series = min(tries, key=lambda dates: dates.isna().sum())
+        series = _dates(_stripped(series), form or "ISO8601")
     if series.dt.tz is not None:
         series = series.dt.tz_convert("UTC").dt.tz_localize(None)
     days = (series - pd.Timestamp(0)) / pd.Timedelta(days=1)
     return days.to_numpy(np.float64)
+
+
+def _dates(texts: Series, form: str) -> Series:
+    if form != "ISO8601":
+        texts = texts.str.replace(r"[-/., ]+", " ", regex=True)
+    return pd.to_datetime(texts, format=form, errors="coerce", utc=True)
 
 
 def _texts(series: Series) -> Series:
@@ -572,13 +600,13 @@ class Target:
         """
         series = _column(frame, name)
         _check_target(name, series)
-        column = {"name": name, "kind": _kind(name, series)}
+        kind = _kind(name, series)
+        column = {"name": name, "kind": kind, "form": _form(kind, series)}
         choose("task", task, ("auto", "classification", "regression"))
         if task == "auto":
             task = _guess_task(column, series)
         if task == "regression":
-            values = _numbers({**column, "kind": "number"}, series)
-            assert values is not None
+            values = _values(name, series)
             scale = float(values.std())
             if scale == 0:
                 raise DataError(
@@ -591,7 +619,7 @@ class Target:
             raise DataError(
                 f"the target {name!r} has one class only, {classes[0]!r}; two are needed."
             )
-        if len(classes) > max(FEW, len(texts) // 2):
+        if len(classes) > min(MANY, max(FEW, len(texts) // 2)):
             raise DataError(
                 f"the target {name!r} has {len(classes)} different values in {len(texts)} rows, "
                 f"such as {classes[0]!r}, too many for classes; is it the right column?"
@@ -603,8 +631,7 @@ class Target:
         series = _column(frame, self.name)
         _check_target(self.name, series)
         if self.task == "regression":
-            values = _numbers({"name": self.name, "kind": "number"}, series)
-            return (np.asarray(values) - self.center) / self.scale
+            return (_values(self.name, series) - self.center) / self.scale
         labels = pd.Index(self.classes).get_indexer(_texts(series))
         if (labels < 0).any():
             value = series.iloc[int((labels < 0).argmax())]
@@ -623,6 +650,11 @@ class Target:
     def config(self) -> dict[str, Any]:
         """All that was learned, as JSON can hold it: `Target(**config)` is this target."""
         return asdict(self)
+
+
+def _values(name: str, series: Series) -> np.ndarray:
+    column = {"name": name, "kind": "number", "form": _form("number", series)}
+    return np.asarray(_numbers(column, series))
 
 
 def _check_target(name: str, series: Series) -> None:
