@@ -394,6 +394,48 @@ def test_units_are_certified_at_images(network):
     assert zero.by_layer["largest"][0] <= exact * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("network", ["h1", "h2"])
+def test_norms_of_units_are_those_of_their_jacobian(network):
+    options = {"activation": "tanh", "dtype": F64}
+    unit = hdnn.HamiltonianUnit(4, 3, network=network, **options)
+    y = Random(0)(1, 4, 3, 3)
+    certificate = certify(unit, y)
+    J = torch.autograd.functional.jacobian(unit, y).reshape(36, 36)
+    # Lanczos takes a few steps only: its norms are lower bounds.
+    exact = float(torch.linalg.matrix_norm(J, 2))
+    norm = certificate.by_layer["largest"][0]
+    assert 0.95 * exact <= norm <= exact * (1 + 1e-9)
+
+
+def test_norms_of_small_blocks_are_exact():
+    net = blocks(3, width=2).double()
+    y = Random(0)(3, 4)
+    certificate = certify(net, y)
+    J = torch.func.vmap(torch.func.jacrev(net))(y)
+    sizes = analysis.norms(J.detach())
+    assert certificate.by_layer["smallest"][0] == pytest.approx(
+        float(sizes.min()), rel=1e-9
+    )
+    assert certificate.by_layer["largest"][0] == pytest.approx(
+        float(sizes.max()), rel=1e-9
+    )
+
+
+def test_blocks_whose_products_are_not_finite_are_not_known():
+    class Overflowing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1e300, dtype=F64))
+
+        def forward(self, x):
+            return self.scale**2 * x
+
+    net = hdnn.Reversible([hdnn.Leapfrog(Overflowing())])
+    certificate = certify(net, torch.ones(2, 4, dtype=F64))
+    assert certificate.status == "not known"
+    assert "not finite" in certificate.summary
+
+
 def test_blocks_are_certified_at_states_with_their_arguments():
     class Masked(nn.Module):
         def __init__(self):

@@ -243,9 +243,9 @@ def _measure_chain(
         start = torch.zeros_like(y)
         start[i] = random_like(y[i])
         for row, j in enumerate(result.layers[:-1]):
-            ritz = chain.extremes(start, j, steps)
-            result.norms[row, column] = ritz.largest
-            complete = complete and ritz.complete
+            size, exact = chain.norm(start, j, steps)
+            result.norms[row, column] = size
+            complete = complete and exact
     return complete
 
 

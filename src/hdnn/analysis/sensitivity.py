@@ -6,7 +6,7 @@ of the c-th entry of y by the a-th of x, the transpose of a Jacobian.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,9 +46,7 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def backward_sensitivity(
-    net: Network, y: Tensor, *, layers: Iterable[int] | None = None
-) -> Tensor:
+def backward_sensitivity(net: Network, y: Tensor) -> Tensor:
     """The backward sensitivity matrices dy_N/dy_j for every sample and layer (eq:BSM).
 
     One pass back by the layers' closed-form Jacobians, `dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1}`.
@@ -57,15 +55,13 @@ def backward_sensitivity(
     Args:
         net: a network; of a `Model`, its net.
         y: states `(*batch, n)`; those of a `Model` are `model.embed(x)`.
-        layers: the j to compute, by default 0 .. N.
 
     Returns:
-        Matrices `(N+1, *batch, n, n)`, or `(len(layers), *batch, n, n)`; NaN for a sample whose
-        states do not stay finite.
+        Matrices `(N+1, *batch, n, n)`; NaN for a sample whose states do not stay finite.
 
     Raises:
         OptionError: if net is not a network.
-        ShapeError: if y does not fit the network, or if it has no such layer.
+        ShapeError: if y does not fit the network.
 
     Examples:
         >>> import hdnn, torch
@@ -77,19 +73,18 @@ def backward_sensitivity(
         True
     """
     states = trajectory(net, y)
-    chosen = chosen_layers(layers, net.layers)
-    finite = states.isfinite().all(-1).all(0)[:, None, None]
+    finite = states.isfinite().all(-1).all(0)
     n = net.features
     Phi = torch.eye(n, dtype=states.dtype, device=states.device)
     Phi = Phi.repeat(states.shape[1], 1, 1)
-    by_layer = {net.layers: Phi}
-    low = min(chosen, default=net.layers)
-    for j, M in backward_factors(net, states, low=low):
+    result = [Phi]
+    for _, M in backward_factors(net, states):
         Phi = M @ Phi
-        if j in chosen:
-            by_layer[j] = Phi.where(finite, torch.nan)
-    result = torch.stack([by_layer[j] for j in chosen])
-    return result.reshape(len(chosen), *y.shape, n)
+        result.append(Phi)
+    result.reverse()
+    every = torch.stack(result)
+    every[:-1, ~finite] = torch.nan
+    return every.reshape(net.layers + 1, *y.shape, n)
 
 
 def trajectory(net: Network, y: Tensor) -> Tensor:
@@ -103,29 +98,18 @@ def trajectory(net: Network, y: Tensor) -> Tensor:
 
 
 def backward_factors(
-    net: Network, states: Tensor, *, low: int = 0
+    net: Network, states: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """(j, dy_{j+1}/dy_j) for j = N-1 .. low, (B, n, n) each, a few layers at a time."""
+    """(j, dy_{j+1}/dy_j) for j = N-1 .. 0, (B, n, n) each, a few layers at a time."""
     B, n = states.shape[1:]
     bytes_a_layer = 4 * max(1, B * n * n) * states.element_size()
     size = max(1, MEMORY // bytes_a_layer)
-    for high in range(net.layers, low, -size):
-        first = max(low, high - size)
-        layers = slice(first, high)
-        matrices = net.layer_jacobians(states[first : high + 1], layers)
-        for j in range(high - 1, first - 1, -1):
-            yield j, matrices[j - first]
-
-
-def chosen_layers(layers: Iterable[int] | None, last: int) -> list[int]:
-    """The layers to compute, by default 0 .. last."""
-    chosen = list(range(last + 1) if layers is None else layers)
-    for j in chosen:
-        if not isinstance(j, int) or not 0 <= j <= last:
-            raise ShapeError(
-                f"layers must be whole numbers in 0 .. {last}, but got {j!r}."
-            )
-    return chosen
+    for high in range(net.layers, 0, -size):
+        low = max(0, high - size)
+        layers = slice(low, high)
+        matrices = net.layer_jacobians(states[low : high + 1], layers)
+        for j in reversed(range(low, high)):
+            yield j, matrices[j - low]
 
 
 def steps_of(net: Any) -> Tensor:
