@@ -260,19 +260,6 @@ def _row_count(x: Any) -> int:
 # A run of a copy
 
 
-@dataclass
-class ModuleCall:
-    """A call of a module: its tensors, and the module that its inputs come from."""
-
-    name: str
-    module: nn.Module
-    source: str
-    begun: int
-    inputs: list[Tensor]
-    outputs: list[Tensor] = field(default_factory=list)
-    ended: int = 0
-
-
 class State(NamedTuple):
     """A tensor on the way through a model, the module that makes it, and when."""
 
@@ -281,8 +268,19 @@ class State(NamedTuple):
     time: int
 
 
+@dataclass
+class ModuleCall:
+    """A call of a module, with its tensors."""
+
+    name: str
+    module: nn.Module
+    begun: int
+    inputs: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+
+
 class ModelRun:
-    """A run of a copy of a model with weights moved: outputs, and the calls of its modules."""
+    """A run of a copy of a model with weights moved: outputs, states and calls of its modules."""
 
     def __init__(
         self, model: nn.Module, x: Any, moved: Mapping[str, float] | None = None
@@ -290,15 +288,17 @@ class ModelRun:
         self.model = copied(model)
         self.calls: list[ModuleCall] = []
         self.open: list[ModuleCall] = []
+        self.ended: list[ModuleCall] = []
+        self.states: list[State] = []
         self.activations: dict[tuple[str, str], ActivationCount] = {}
         self.read: set[int] = set()  # the ids of all tensors in operations
-        self.last = "input"  # the module that ended last
         self.clock = 0
-        self._prepare(moved or {})
+        self._prepare()
+        self._move(moved or {})
         self.x = mapped(_fresh, x)
-        torch.manual_seed(SEED)  # the same dropout in every run
-        random.seed(SEED)
-        np.random.seed(SEED)  # noqa: NPY002
+        inputs = [tensor for tensor in _floats(self.x) if tensor.ndim > 1]
+        self._record("input", inputs)
+        self._seed()
         device = next(self.model.parameters()).device.type
         with (
             torch.enable_grad(),
@@ -308,20 +308,29 @@ class ModelRun:
         ):
             self.output = call_module(self.model, self.x)
         outputs = _floats(self.output)
-        self.outputs = [t for t in outputs if t.numel() > 1] or outputs
+        several = [tensor for tensor in outputs if tensor.numel() > 1]
+        self.outputs = several or outputs
 
-    def _prepare(self, moved: Mapping[str, float]) -> None:
+    def _seed(self) -> None:
+        """Let every run have the same dropout."""
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        np.random.seed(SEED)  # noqa: NPY002
+
+    def _prepare(self) -> None:
         for name, module in self.model.named_modules():
             if getattr(module, "inplace", False) is True:
                 module.inplace = False  # pyright: ignore
             if name:
-                module.register_forward_pre_hook(
-                    self._before(name), with_kwargs=True
-                )
-                module.register_forward_hook(self._after)
+                begin = self._beginner(name)
+                module.register_forward_pre_hook(begin, with_kwargs=True)
+                module.register_forward_hook(self._end)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.dtype in HALF:
                 tensor.data = tensor.data.float()
+
+    def _move(self, moved: Mapping[str, float]) -> None:
+        """Move weights by a multiple of their size, in a random direction."""
         self.weights = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -329,35 +338,39 @@ class ModelRun:
         for name, scale in moved.items():
             weight = self.weights[name].data
             rms = weight.norm() / math.sqrt(weight.numel())
-            weight += scale * (rms if rms else 1.0) * random_like(weight)
+            size = rms if rms else 1.0
+            weight += scale * size * random_like(weight)
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, options: Any) -> None:
+    def _beginner(self, name: str) -> Any:
+        def begin(module: nn.Module, args: Any, options: Any) -> None:
             self.clock += 1
-            source = self.open[-1].name if self.open else self.last
+            before = self.open or self.ended
+            source = before[-1].name if before else "input"
             inputs = _floats([args, options])
-            call = ModuleCall(name, module, source, self.clock, inputs)
+            self._record(source, inputs)
+            call = ModuleCall(name, module, self.clock, inputs)
             self.calls.append(call)
             self.open.append(call)
 
-        return hook
+        return begin
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self.clock += 1
         call = self.open.pop()
-        call.ended = self.clock
         call.outputs = _floats(output)
-        self.last = call.name
+        self._record(call.name, call.outputs)
+        self.ended.append(call)
+
+    def _record(self, name: str, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self.states.append(State(name, tensor, self.clock))
 
     def objective(self, loss: Any, target: Any) -> Tensor | None:
         """The loss, or a random projection of all outputs; None if it has no gradient."""
         if loss is None:
-            total = None
-            for tensor in _floats(self.output):
-                if tensor.requires_grad:
-                    product = (tensor * random_like(tensor)).sum()
-                    total = product if total is None else total + product
-            return total
+            outputs = [t for t in _floats(self.output) if t.requires_grad]
+            products = [(t * random_like(t)).sum() for t in outputs]
+            return sum(products[1:], products[0]) if products else None
         targets = () if target is None else (target,)
         value = loss(self.output, *targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -380,26 +393,18 @@ class ModelRun:
         end = next((t for t in self.outputs if t.requires_grad), None)
         if end is None:
             return []
-        recorded = self._recorded()
-        recorded.setdefault(end.grad_fn, State("output", end, self.clock + 1))
+        # The first tensor of each node of the graph that a module was given or gave.
+        recorded: dict[Any, State] = {}
+        last = State("output", end, self.clock + 1)
+        for state in [*self.states, last]:
+            node = state.tensor.grad_fn
+            if node is not None:
+                recorded.setdefault(node, state)
         order = _from_leaves_on(end.grad_fn)
         first = _first_node(end, recorded, order)
         cuts = _cut_nodes(order, first, recorded)
         states = [recorded[node] for node in cuts]
         return sorted(states, key=lambda state: state.time)
-
-    def _recorded(self) -> dict[Any, State]:
-        """The first tensor of each node of the graph that a module was given or gave."""
-        inputs = [t for t in _floats(self.x) if t.ndim > 1]
-        states = [State("input", tensor, 0) for tensor in inputs]
-        for call in self.calls:
-            states += [State(call.source, t, call.begun) for t in call.inputs]
-            states += [State(call.name, t, call.ended) for t in call.outputs]
-        recorded: dict[Any, State] = {}
-        for state in sorted(states, key=lambda state: state.time):
-            if state.tensor.grad_fn is not None:
-                recorded.setdefault(state.tensor.grad_fn, state)
-        return recorded
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -664,7 +669,7 @@ def _any(gradient: Tensor | None) -> bool:
 
 def _first_not_finite(run: ModelRun) -> str:
     """The first module that makes NaN or infinity of finite inputs; a mask may hold -inf."""
-    for call in sorted(run.calls, key=lambda call: call.ended):
+    for call in run.ended:
         if _finite(call.inputs) and not _finite(call.outputs):
             return call.name
     return "" if _finite(run.outputs) else "output"
