@@ -112,9 +112,8 @@ def test_a_model_is_certified_at_its_inputs():
     )
 
 
-def test_random_points_follow_the_seed():
-    assert certify(h2(), seed=1) == certify(h2(), seed=1)
-    assert certify(h2(), seed=1) != certify(h2(), seed=2)
+def test_random_points_are_the_same_in_every_call():
+    assert certify(h2()) == certify(h2())
 
 
 def test_norms_far_beyond_float64_do_not_break_anything():
