@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 SAMPLES = 8
 SEED = 20210527
-DRAWS = 2  # random gradients at y_N
 NUDGES = (0.02, 1.0)  # of the size of weights, to see what depends on them
 SHARE = 0.025  # of the training time that examinations may take
 EXPECTED = 300  # steps of training that a first examination takes
@@ -573,31 +573,28 @@ class Probe:
         return self.seen
 
     def _measure_gains(self, run: ModelRun) -> None:
+        """What is left of a random gradient at y_N at each state before it."""
         states = run.chain()
         if not states:
             return
         body = _body(run, states)
-        tensors = [state.tensor for state in states[: body + 1]]
-        squares = torch.zeros(len(tensors), dtype=torch.float64)
+        before = states[: body + 1]
+        tensors = [state.tensor for state in before]
         y_N = tensors[-1]
-        generator = torch.Generator().manual_seed(SEED)
-        for _ in range(DRAWS):
-            u = torch.randn(y_N.shape, generator=generator).to(y_N)
-            grads = torch.autograd.grad(
-                y_N, tensors, u, retain_graph=True, allow_unused=True
-            )
-            for k, g in enumerate(grads):
-                if g is not None:
-                    ratio = g.double().norm() / u.double().norm()
-                    squares[k] += ratio.square().cpu()
-        gains = (squares / DRAWS).sqrt().tolist()
-        for k, (name, tensor, _) in enumerate(states[: body + 1]):
-            size = float(tensor.detach().double().norm())
-            rms = size / math.sqrt(tensor.numel())
-            layer = LayerGain(name, size, rms, gains[k])
-            if k and gains[k] > 0:
-                layer.own = gains[k - 1] / gains[k]
-            if not math.isfinite(gains[k]):
+        u = random_like(y_N)
+        grads = torch.autograd.grad(
+            y_N, tensors, u, retain_graph=True, allow_unused=True
+        )
+        gain = 0.0
+        for k, (state, g) in enumerate(zip(before, grads, strict=True)):
+            size = _norm(state.tensor)
+            rms = size / math.sqrt(state.tensor.numel())
+            previous = gain
+            gain = 0.0 if g is None else _norm(g) / _norm(u)
+            layer = LayerGain(state.name, size, rms, gain)
+            if k and gain > 0:
+                layer.own = previous / gain
+            if not math.isfinite(gain):
                 self.seen.bad_gradient = states[k + 1].name
             self.seen.layers.append(layer)
 
@@ -619,14 +616,17 @@ class Probe:
             seen.unknown.append(
                 "whether branches are detached: other modules run each time"
             )
-        self._find_lost(run, [n for n in run.weights if n not in gradients])
+        lost = [name for name in run.weights if name not in gradients]
+        self._find_lost(run, lost)
         # A gradient of 0 may be due to a first value of 0, but not after all weights are moved.
         later = other.gradients(other.objective(None, None))
         zero = []
         for name, gradient in gradients.items():
-            if not _any(gradient) and not _any(later.get(name)):
+            again = later.get(name)
+            if not gradient.any() and (again is None or not again.any()):
                 zero.append(name)
-        for module, names in _by_module(zero).items():
+        for module, weights in groupby(zero, _module_of):
+            names = list(weights)
             if self._matters(run, names):
                 seen.blocked.append(module or names[0])
 
@@ -634,7 +634,8 @@ class Probe:
         """Judge the weights that have no gradient at all."""
         seen = self.seen
         called = {call.name for call in run.calls} | {""}
-        for module, names in _by_module(lost).items():
+        for module, weights in groupby(lost, _module_of):
+            names = list(weights)
             read = any(id(run.weights[name]) in run.read for name in names)
             if self._matters(run, names):
                 seen.detached.append(module or names[0])
@@ -649,22 +650,21 @@ class Probe:
     def _matters(self, run: ModelRun, names: list[str]) -> bool:
         """True if the output depends on these weights by more than rounding."""
         for scale in NUDGES:
-            moved = ModelRun(self.model, self.x, dict.fromkeys(names, scale))
-            if not _same(run.outputs, moved.outputs, SAME):
+            moved = dict.fromkeys(names, scale)
+            other = ModelRun(self.model, self.x, moved)
+            if not _same(run.outputs, other.outputs, SAME):
                 return True
         return False
 
 
-def _by_module(weights: list[str]) -> dict[str, list[str]]:
-    """The names of weights, by the module that they are in."""
-    modules: dict[str, list[str]] = {}
-    for name in weights:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
-    return modules
+def _module_of(weight: str) -> str:
+    """The name of the module that a weight is in."""
+    return weight.rpartition(".")[0]
 
 
-def _any(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())
+def _norm(tensor: Tensor) -> float:
+    exact = tensor.detach().double()
+    return float(exact.norm())
 
 
 def _first_not_finite(run: ModelRun) -> str:
@@ -775,7 +775,6 @@ class GradientDoctor(Watcher):
         self.inputs: Any = None
         self.looks: list[Look] = []
         self.diagnoses: list[Diagnosis] = []
-        self.findings: list[Finding] = []
         self.handles.append(
             self.model.register_forward_pre_hook(self._store, with_kwargs=True)
         )
@@ -796,8 +795,7 @@ class GradientDoctor(Watcher):
         for name, size in gradients.items():
             if not math.isfinite(size):
                 text = f"At step {self.steps} the gradient of {name} is not finite."
-                finding = Finding("not finite", name, text)
-                self._tell(finding)
+                self._warn_of(Finding("not finite", name, text))
                 return
         ready = self.share > 0 and self.inputs is not None
         if ready and self.affordable(self._expected()):
@@ -818,18 +816,12 @@ class GradientDoctor(Watcher):
         diagnosis = diagnose(self.model, self.inputs, loss=self.loss)
         self.diagnoses.append(diagnosis)
         for fault in diagnosis.faults:
-            self._tell(fault)
+            self._warn_of(fault)
         return diagnosis
 
-    def _tell(self, finding: Finding) -> None:
-        if self.warn(f"{finding.kind} {finding.layer}", finding.sentence):
-            self.findings.append(finding)
-
-    @property
-    def healthy(self) -> bool:
-        """True if the model was examined, and nothing was found then or in between."""
-        examined = bool(self.diagnoses) and self.diagnoses[-1].healthy
-        return examined and not self.findings
+    def _warn_of(self, finding: Finding) -> None:
+        what = f"{finding.kind} {finding.layer}"
+        self.warn(what, finding.sentence, finding)
 
     def __str__(self) -> str:
         last = "NOT EXAMINED so far: call examine()."
