@@ -79,14 +79,17 @@ class ContinuousNetwork:
 
     def trajectory(self, y: Tensor, t: Times = None) -> Tensor:
         """y(t): `(len(t), *batch, n)`."""
-        states = self._solve(self._rows(y), 0.0, self._times(t))
+        times = self._times(t)
+        states = self._solve(self._rows(y), 0.0, times)
         return states[..., 0].reshape(-1, *y.shape)
 
     def flow(
         self, y: Tensor, *, start: float = 0.0, end: float | None = None
     ) -> Tensor:
         """The state at `end`, by default T, from y at `start`; backwards too: `(*batch, n)`."""
-        stop = self._times(self.T if end is None else end)
+        if end is None:
+            end = self.T
+        stop = self._times(end)
         states = self._solve(self._rows(y), start, stop)
         return states[..., 0].reshape(y.shape)
 
@@ -102,8 +105,9 @@ class ContinuousNetwork:
 
     def forward_sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
         """dy(t)/dy(0) along the trajectory from y: `(len(t), *batch, n, n)`."""
+        times = self._times(t)
         start = torch.cat([self._rows(y), self._identity(y)], -1)
-        states = self._solve(start, 0.0, self._times(t))
+        states = self._solve(start, 0.0, times)
         M = states[..., 1:]
         return M.mT.reshape(-1, *y.shape, y.shape[-1])
 
@@ -126,15 +130,18 @@ class ContinuousNetwork:
         ends = self.times.tolist()
         states = {start: Z}
         for j in layers:
-            begin = min(max(start, ends[j]), ends[j + 1])
-            end = min(max(last, ends[j]), ends[j + 1])
+            first, final = ends[j : j + 2]
+            begin = min(max(start, first), final)
+            end = min(max(last, first), final)
             if begin == end:
                 continue
-            low, high = sorted((begin, end))
-            inside = {t for t in wanted if low < t < high}
-            points = sorted({begin, end} | inside, reverse=back)
-            solution = self._solve_layer(j, states[begin], points)
-            pairs = zip(points, solution, strict=True)
+            points = {begin, end}
+            low = min(points)
+            high = max(points)
+            points.update(t for t in wanted if low < t < high)
+            ordered = sorted(points, reverse=back)
+            solution = self._solve_layer(j, states[begin], ordered)
+            pairs = zip(ordered, solution, strict=True)
             states.update(pairs)
         return torch.stack([states[t] for t in wanted])
 
@@ -145,8 +152,9 @@ class ContinuousNetwork:
         def rate(t: float, flat: np.ndarray) -> np.ndarray:
             state = torch.from_numpy(flat).view(Z.shape)
             rates = self._rate(j, state, back)
+            finite = bool(rates.isfinite().all())
             # The solver would try ever smaller steps.
-            if not bool(rates.isfinite().all()):
+            if not finite:
                 raise ConvergenceError(
                     f"the solution of the ODE is not finite at t = {t:g}; "
                     "take smaller weights, states or T."
@@ -165,7 +173,8 @@ class ContinuousNetwork:
             raise ConvergenceError(
                 f"the ODE cannot be solved: {solution.message}"
             )
-        return torch.tensor(solution.y.T).reshape(-1, *Z.shape)
+        states = torch.tensor(solution.y.T)
+        return states.reshape(-1, *Z.shape)
 
     def _rate(self, j: int, Z: Tensor, back: bool) -> Tensor:
         """dZ/dt in layer j, for Z = (y, M) of shape (B, n, 1 + c)."""
@@ -184,7 +193,8 @@ class ContinuousNetwork:
 
     def _rows(self, y: Tensor) -> Tensor:
         """Samples as (B, n, 1) in float64."""
-        return state_rows(y, self.net.features).unsqueeze(-1)
+        rows = state_rows(y, self.net.features)
+        return rows.unsqueeze(-1)
 
     def _identity(self, y: Tensor) -> Tensor:
         n = self.net.features
@@ -195,7 +205,8 @@ class ContinuousNetwork:
     def _times(self, t: Times) -> Tensor:
         if t is None:
             return self.times
-        times = torch.atleast_1d(torch.as_tensor(t, dtype=torch.float64))
+        times = torch.as_tensor(t, dtype=torch.float64)
+        times = torch.atleast_1d(times)
         inside = times.clamp(0.0, self.T)
         outside = (times - inside).abs()
         if bool((outside > 1e-6 * self.T).any()):

@@ -100,8 +100,9 @@ def bidiagonalise(
     complete = False
     for k in range(steps):
         u = _orthogonal(forwards(V[k]), U)
-        B[k, k] = u.norm()
-        U.append(u / u.norm().clamp_min(1e-300))
+        alpha = u.norm()
+        B[k, k] = alpha
+        U.append(u / alpha.clamp_min(1e-300))
         v = _orthogonal(backwards(U[k]), V)
         beta = v.norm()
         rounding = 10 * (k + 1) * eps * B.max()

@@ -142,8 +142,10 @@ def _factor_sizes(net: Network) -> Tensor:
         return torch.ones(net.layers)
     if net.scheme.halves:
         shears = net.sigma.S * net.shear_norms()
-        return (1 + shears).reshape(-1, net.layers).prod(0)
-    size = 1 + steps_of(net) * net.field_rates()
+        by_layer = (1 + shears).reshape(-1, net.layers)
+        return by_layer.prod(0)
+    steps = steps_of(net)
+    size = 1 + steps * net.field_rates()
     return size**3 if net.implicit else size
 
 
@@ -173,9 +175,11 @@ def _differs(
 
 def _close(a: Tensor, b: Tensor) -> bool:
     finite = a.isfinite() & b.isfinite()
-    difference = (a - b).where(finite, 0.0).abs().max()
-    size = b.where(finite, 0.0).abs().max()
-    return bool(difference <= SAME * size + 1e-290)
+    a = a.where(finite, 0.0)
+    b = b.where(finite, 0.0)
+    difference = (a - b).abs().max()
+    allowed = SAME * b.abs().max() + 1e-290
+    return bool(difference <= allowed)
 
 
 # Images and blocks of any modules
@@ -281,8 +285,9 @@ def _rounding(chain: Chain, y: Tensor) -> float:
     u = random_like(y)
     v = chain.backwards(u)
     square = float(v.square().sum())
-    product = float((u * chain.forwards(v)).sum())
-    return abs(product - square) / max(square, 1e-300)
+    products = u * chain.forwards(v)
+    difference = float(products.sum()) - square
+    return abs(difference) / max(square, 1e-300)
 
 
 def _block_defect(chain: Chain, y: Tensor, dim: int) -> float:

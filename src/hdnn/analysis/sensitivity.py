@@ -7,6 +7,7 @@ of the c-th entry of y by the a-th of x, the transpose of a Jacobian.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,12 @@ from hdnn.errors import OptionError, ShapeError, choose
 from hdnn.networks import Network
 
 MEMORY = 2**28  # bytes for the matrices of layers that are computed together
-ORDERS: dict[str, Any] = {"2": 2, "1": 1, "inf": float("inf"), "fro": "fro"}
+ORDERS: dict[str, Any] = {
+    "2": 2,
+    "1": 1,
+    "inf": float("inf"),
+    "fro": "fro",
+}
 
 
 @torch.no_grad()
@@ -40,8 +46,10 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
     states = trajectory(net, y)
     matrices = net.layer_jacobians(states)
     finite = states.isfinite().all(-1)
-    both = finite[:-1] & finite[1:]
-    matrices = matrices.where(both[..., None, None], torch.nan)
+    before = finite[:-1]
+    after = finite[1:]
+    both = (before & after)[..., None, None]
+    matrices = matrices.where(both, torch.nan)
     return matrices.reshape(net.layers, *y.shape, net.features)
 
 
@@ -74,17 +82,17 @@ def backward_sensitivity(net: Network, y: Tensor) -> Tensor:
     """
     states = trajectory(net, y)
     finite = states.isfinite().all(-1).all(0)
-    n = net.features
-    Phi = torch.eye(n, dtype=states.dtype, device=states.device)
-    Phi = Phi.repeat(states.shape[1], 1, 1)
-    result = [Phi]
+    samples, n = states.shape[1:]
+    identity = torch.eye(n, dtype=states.dtype, device=states.device)
+    Phi = identity.repeat(samples, 1, 1)
+    by_layer = [Phi]
     for _, M in backward_factors(net, states):
         Phi = M @ Phi
-        result.append(Phi)
-    result.reverse()
-    every = torch.stack(result)
-    every[:-1, ~finite] = torch.nan
-    return every.reshape(net.layers + 1, *y.shape, n)
+        by_layer.append(Phi)
+    by_layer.reverse()
+    result = torch.stack(by_layer)
+    result[:-1, ~finite] = torch.nan
+    return result.reshape(-1, *y.shape, n)
 
 
 def trajectory(net: Network, y: Tensor) -> Tensor:
@@ -94,7 +102,8 @@ def trajectory(net: Network, y: Tensor) -> Tensor:
             f"a network of hdnn is needed, but got {type(net).__name__}; "
             "of a Model, give model.net and model.embed(x)."
         )
-    return net.trajectory(y).reshape(net.layers + 1, -1, net.features)
+    states = net.trajectory(y)
+    return states.reshape(net.layers + 1, -1, net.features)
 
 
 def backward_factors(
@@ -102,13 +111,18 @@ def backward_factors(
 ) -> Iterator[tuple[int, Tensor]]:
     """(j, dy_{j+1}/dy_j) for j = N-1 .. 0, (B, n, n) each, a few layers at a time."""
     B, n = states.shape[1:]
-    bytes_a_layer = 4 * max(1, B * n * n) * states.element_size()
+    entries = max(1, B * n * n)
+    bytes_a_layer = 4 * entries * states.element_size()
     size = max(1, MEMORY // bytes_a_layer)
-    for high in range(net.layers, 0, -size):
-        low = max(0, high - size)
-        layers = slice(low, high)
-        matrices = net.layer_jacobians(states[low : high + 1], layers)
-        for j in reversed(range(low, high)):
+    layers = list(range(net.layers))
+    while layers:
+        group = layers[-size:]
+        del layers[-size:]
+        low = group[0]
+        high = group[-1] + 1
+        these = states[low : high + 1]
+        matrices = net.layer_jacobians(these, slice(low, high))
+        for j in reversed(group):
             yield j, matrices[j - low]
 
 
@@ -140,15 +154,13 @@ def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
         >>> hdnn.analysis.norms(torch.diag(torch.tensor([3.0, 4.0])), "fro")
         tensor(5.)
     """
-    name = f"{ord:g}" if isinstance(ord, float) else str(ord)
+    name = str(ord).removesuffix(".0")
     order = ORDERS[choose("ord", name, ORDERS)]
-
-    def size(A: Tensor) -> Tensor:
-        return torch.linalg.matrix_norm(A, order)
-
+    size = partial(torch.linalg.matrix_norm, ord=order)
     sizes, finite = _of_finite(Phi, size)
     unknown = Phi.isnan().flatten(-2).any(-1)
-    return sizes.where(finite, torch.inf).where(~unknown, torch.nan)
+    sizes = sizes.where(finite, torch.inf)
+    return sizes.where(~unknown, torch.nan)
 
 
 def singular_values(Phi: Tensor) -> Tensor:
@@ -166,7 +178,7 @@ def singular_values(Phi: Tensor) -> Tensor:
         tensor([4., 3.])
     """
     values, finite = _of_finite(Phi, torch.linalg.svdvals)
-    return values.where(finite[..., None], torch.nan)
+    return values.where(finite.unsqueeze(-1), torch.nan)
 
 
 def _of_finite(
@@ -178,10 +190,11 @@ def _of_finite(
             f"Phi must be matrices (..., n, n), but got {tuple(Phi.shape)}."
         )
     # There are no decompositions in half precision.
-    work = torch.promote_types(Phi.dtype, torch.float32)
+    dtype = torch.promote_types(Phi.dtype, torch.float32)
     finite = Phi.isfinite().flatten(-2).all(-1)
-    matrices = Phi.to(work).where(finite[..., None, None], 0.0)
-    return function(matrices).to(Phi.dtype), finite
+    matrices = Phi.to(dtype).where(finite[..., None, None], 0.0)
+    result = function(matrices)
+    return result.to(Phi.dtype), finite
 
 
 # Symplecticity: lem:numerical_flow
@@ -206,17 +219,20 @@ def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
         >>> bool((hdnn.analysis.symplectic_defect(Phi, net.field()["J"]) < 1e-5).all())
         True
     """
-    if J.ndim != 2 or Phi.shape[-2:] != J.shape:
+    needed = tuple(Phi.shape[-2:])
+    if tuple(J.shape) != needed:
         raise ShapeError(
-            f"J has shape {tuple(J.shape)}, but one matrix {tuple(Phi.shape[-2:])} is needed."
+            f"J has shape {tuple(J.shape)}, but one matrix {needed} is needed."
         )
     tiny = torch.finfo(Phi.dtype).tiny
-    size = norms(Phi).clamp_min(tiny)[..., None, None]
+    sizes = norms(Phi).clamp_min(tiny)
+    size = sizes[..., None, None]
     unit_J = J / norms(J).clamp_min(tiny)
     # Divided first, so that no square is too large.
     P = Phi / size
-    defect = P.mT @ unit_J @ P - unit_J / size / size
-    return norms(defect)
+    product = P.mT @ unit_J @ P
+    expected = unit_J / size / size
+    return norms(product - expected)
 
 
 def is_symplectic(
@@ -239,5 +255,8 @@ def is_symplectic(
         False
     """
     if tolerance is None:
-        tolerance = 64 * Phi.shape[-1] * torch.finfo(Phi.dtype).eps
-    return bool((symplectic_defect(Phi, J) <= tolerance).all())
+        n = Phi.shape[-1]
+        eps = torch.finfo(Phi.dtype).eps
+        tolerance = 64 * n * eps
+    defects = symplectic_defect(Phi, J)
+    return bool((defects <= tolerance).all())
