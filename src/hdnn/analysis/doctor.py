@@ -248,13 +248,17 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _floats(value: Any) -> list[Tensor]:
-    return [t for t in _tensors(value) if t.is_floating_point() and t.numel()]
+    tensors = _tensors(value)
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return [tensor for tensor in floats if tensor.numel()]
 
 
 def _row_count(x: Any) -> int:
     """The number of samples, if all tensors have equally many rows; 1 otherwise."""
     counts = {len(tensor) for tensor in _tensors(x) if tensor.ndim}
-    return counts.pop() if len(counts) == 1 else 1
+    if len(counts) != 1:
+        return 1
+    return counts.pop()
 
 
 # A run of a copy
@@ -308,8 +312,8 @@ class ModelRun:
         ):
             self.output = call_module(self.model, self.x)
         outputs = _floats(self.output)
-        several = [tensor for tensor in outputs if tensor.numel() > 1]
-        self.outputs = several or outputs
+        large = [tensor for tensor in outputs if tensor.numel() > 1]
+        self.outputs = large or outputs
 
     def _seed(self) -> None:
         """Let every run have the same dropout."""
@@ -337,8 +341,9 @@ class ModelRun:
                 self.weights[name] = parameter
         for name, scale in moved.items():
             weight = self.weights[name].data
-            rms = weight.norm() / math.sqrt(weight.numel())
-            size = rms if rms else 1.0
+            size = weight.norm() / math.sqrt(weight.numel())
+            if not size:
+                size = 1.0
             weight += scale * size * random_like(weight)
 
     def _beginner(self, name: str) -> Any:
@@ -368,14 +373,26 @@ class ModelRun:
     def objective(self, loss: Any, target: Any) -> Tensor | None:
         """The loss, or a random projection of all outputs; None if it has no gradient."""
         if loss is None:
-            outputs = [t for t in _floats(self.output) if t.requires_grad]
-            products = [(t * random_like(t)).sum() for t in outputs]
-            return sum(products[1:], products[0]) if products else None
-        targets = () if target is None else (target,)
-        value = loss(self.output, *targets)
+            return self._projection()
+        if target is None:
+            value = loss(self.output)
+        else:
+            value = loss(self.output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise OptionError("loss must give one number, as a tensor.")
         return value if value.requires_grad else None
+
+    def _projection(self) -> Tensor | None:
+        total = None
+        for tensor in _floats(self.output):
+            if not tensor.requires_grad:
+                continue
+            product = (tensor * random_like(tensor)).sum()
+            if total is None:
+                total = product
+            else:
+                total = total + product
+        return total
 
     def gradients(self, objective: Tensor | None) -> dict[str, Tensor]:
         """The gradients of an objective by the weights that it depends on."""
@@ -390,9 +407,10 @@ class ModelRun:
 
     def chain(self) -> list[State]:
         """The states y_j from the input to the output."""
-        end = next((t for t in self.outputs if t.requires_grad), None)
-        if end is None:
+        ends = [tensor for tensor in self.outputs if tensor.requires_grad]
+        if not ends:
             return []
+        end = ends[0]
         # The first tensor of each node of the graph that a module was given or gave.
         recorded: dict[Any, State] = {}
         last = State("output", end, self.clock + 1)
@@ -423,13 +441,14 @@ def _first_node(
     reached = set(order)
     nodes = [node for node in recorded if node in reached]
     start = recorded[nodes[0]].time
-    nodes = [node for node in nodes if recorded[node].time == start]
-    tensors = [recorded[node].tensor for node in nodes]
     u = random_like(end)
-    grads = torch.autograd.grad(
-        end, tensors, u, retain_graph=True, allow_unused=True
-    )
-    for node, grad in zip(nodes, grads, strict=True):
+    for node in nodes:
+        state = recorded[node]
+        if state.time > start:
+            break
+        (grad,) = torch.autograd.grad(
+            end, state.tensor, u, retain_graph=True, allow_unused=True
+        )
         if grad is not None and bool(grad.any()):
             return node
     return nodes[0]
@@ -491,31 +510,37 @@ class ActivationTrace(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        out = func(*args, **options)
         name = getattr(func, "__name__", "").rstrip("_")
         if name != "__get":  # an attribute, such as the shape
-            self.run.read.update(map(id, _tensors([args, kwargs])))
+            tensors = _tensors([args, kwargs])
+            self.run.read.update(map(id, tensors))
         if name not in STEEP and name != "softmax":
             return out
         x = args[0] if args else None
         if isinstance(x, Tensor) and x.numel() > 1 and x.is_floating_point():
             bounds = STEEP.get(name, ())
-            if name == "hardtanh" and kwargs:  # as ReLU6 calls it
-                bounds = (kwargs["min_val"], kwargs["max_val"])
+            if name == "hardtanh" and options:  # as ReLU6 calls it
+                bounds = (options["min_val"], options["max_val"])
             self._count(name, x.detach(), out, bounds)
         return out
 
     def _count(
         self, name: str, x: Tensor, out: Any, bounds: tuple[float, ...]
     ) -> None:
-        module = self.run.open[-1].name if self.run.open else "output"
-        a = self.run.activations.setdefault(
-            (module, name), ActivationCount(module, name)
-        )
+        module = "output"
+        if self.run.open:
+            module = self.run.open[-1].name
+        new = ActivationCount(module, name)
+        a = self.run.activations.setdefault((module, name), new)
         if name == "softmax":
             # With a mask, a row may have one place to look at only: it is certain, and rightly so.
-            choices = (x > x.amax(-1, keepdim=True) - MASKED).sum(-1) > 1
-            flat = (out.detach().amax(-1) > 1 - 1e-4)[choices]
+            largest = x.amax(-1, keepdim=True)
+            seen = x > largest - MASKED
+            choices = seen.sum(-1) > 1
+            certain = out.detach().amax(-1) > 1 - 1e-4
+            flat = certain[choices]
         else:
             low, high = bounds
             a.one_sided = high != -low
@@ -533,14 +558,18 @@ def _count_units(a: ActivationCount, flat: Tensor) -> None:
         by_unit = flat.movedim(axis, 0).flatten(1)
     dead = by_unit.all(1)
     always = ~by_unit.any(1)
-    if a.units and int(dead.sum()) >= a.dead:
+    count = int(dead.sum())
+    if a.units and count >= a.dead:
         return  # called again: dead only if so every time
     a.units = len(dead)
-    a.dead = int(dead.sum())
+    a.dead = count
     a.always = int(always.sum())
     a.samples = len(flat)
+    a.active = 0.0
     living = by_unit[~(dead | always)]
-    a.active = float((~living).float().mean()) if living.numel() else 0.0
+    if living.numel():
+        active = ~living
+        a.active = float(active.float().mean())
 
 
 # What is measured
@@ -687,21 +716,25 @@ def _body(run: ModelRun, states: list[State]) -> int:
     """The index of y_N: the state that enters the last module with parameters."""
     last = len(states) - 1
     for call in reversed(run.calls):
-        if [*call.module.parameters(recurse=False)]:
-            entering = sum(state.time <= call.begun for state in states) - 1
+        weights = list(call.module.parameters(recurse=False))
+        if weights:
+            before = [state for state in states if state.time <= call.begun]
+            entering = len(before) - 1
             return entering if entering > 0 else last
     return last
 
 
 def _same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> bool:
     """True if all tensors are equal, as far as there are pairs, up to a part of their sizes."""
-    for x, y in zip(a, b, strict=False):
+    for first, second in zip(a, b, strict=False):
+        x = first.detach()
+        y = second.detach()
         if x.shape != y.shape:
             return False
-        if torch.equal(x.detach(), y.detach()):
+        if torch.equal(x, y):
             continue
-        difference = (x - y).detach().norm()
-        if not difference <= tolerance * x.detach().norm():
+        difference = (x - y).norm()
+        if not difference <= tolerance * x.norm():
             return False
     return True
 
@@ -805,7 +838,8 @@ class GradientDoctor(Watcher):
         """The seconds that an examination takes: as the last one, or as many steps of training."""
         if self.diagnoses:
             return self.diagnoses[-1].seconds
-        return EXPECTED * (time.perf_counter() - self.start) / self.steps
+        elapsed = time.perf_counter() - self.start
+        return EXPECTED * elapsed / self.steps
 
     def examine(self) -> Diagnosis:
         """Diagnose the model as it is now, at its last inputs."""

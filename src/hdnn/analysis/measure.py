@@ -82,9 +82,12 @@ def _measure_matrices(net: Network, states: Tensor) -> Measured:
     N = net.layers
     B, n = states.shape[1:]
     eps = torch.finfo(states.dtype).eps
-    J = net.field()["J"] if net.symplectic else None
+    J = None
+    if net.symplectic:
+        J = net.field()["J"]
     factors = _factor_sizes(net)
-    Phi = torch.eye(n, dtype=states.dtype).repeat(B, 1, 1)
+    identity = torch.eye(n, dtype=states.dtype)
+    Phi = identity.repeat(B, 1, 1)
     moved = states.new_zeros(B)
     sizes = states.new_ones(N + 1, B)
     smallest = states.new_ones(N + 1, B)
@@ -105,13 +108,15 @@ def _measure_matrices(net: Network, states: Tensor) -> Measured:
             rounding = 64 * n * eps * factors[j]
             allowed[j] = rounding / norms(M).clamp_min(1.0)
     finite = states.isfinite().all(-1)
-    sizes[:-1, ~finite.all(0)] = torch.nan
+    lost = ~finite.all(0)
+    sizes[:-1, lost] = torch.nan
+    least = smallest.nan_to_num(torch.inf).min()
     result = Measured(
         layers=list(range(N + 1)),
         features=n,
         norms=sizes,
         slack=slack.nan_to_num(torch.inf),
-        smallest=float(smallest.nan_to_num(torch.inf).min()),
+        smallest=float(least),
     )
     if J is not None and J.ndim == 2:
         defects = defects.nan_to_num(0.0)
@@ -122,7 +127,8 @@ def _measure_matrices(net: Network, states: Tensor) -> Measured:
     elif bool(finite.all()):
         result.trouble = "norms are beyond the largest float64"
     else:
-        first = int((~finite.all(1)).nonzero()[0])
+        bad = ~finite.all(1)
+        first = int(bad.nonzero()[0])
         result.trouble = f"states are not finite from layer {first} on"
     return result
 
