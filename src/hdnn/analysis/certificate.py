@@ -492,13 +492,16 @@ def _joined(
     troubles = [
         f"{name}: {c.trouble}" for name, c in certificates.items() if c.trouble
     ]
-    inside = {id(inner) for part in parts.values() for inner in part.modules()}
-    outside = [m for m in model.modules() if id(m) not in inside]
-    kinds = Counter(type(m).__name__ for m in outside if not [*m.children()])
-    others = [
-        f"{kind} x {count}" if count > 1 else kind
-        for kind, count in kinds.items()
-    ]
+    inside: set[nn.Module] = set()
+    for part in parts.values():
+        inside.update(part.modules())
+    kinds: Counter[str] = Counter()
+    for module in model.modules():
+        if module not in inside and not list(module.children()):
+            kinds[type(module).__name__] += 1
+    others = []
+    for kind, count in kinds.items():
+        others.append(f"{kind} x {count}" if count > 1 else kind)
     return Certificate(
         network=type(model).__name__,
         guaranteed=all(certificate.guaranteed for certificate in every),
@@ -514,12 +517,13 @@ def _joined(
 
 def _hamiltonian_parts(model: nn.Module) -> dict[str, Any]:
     """The outermost networks, units and blocks inside a module, by their names."""
-    inside: set[int] = set()
+    inside: set[nn.Module] = set()
     parts = {}
     for name, module in model.named_modules():
-        if isinstance(module, PARTS) and id(module) not in inside:
-            inside |= {id(inner) for inner in module.modules()}
-            name = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+        if isinstance(module, PARTS) and module not in inside:
+            inside.update(module.modules())
+            name = name.replace("_orig_mod.", "")
+            name = name.removesuffix("._orig_mod")
             parts[name] = module
     return parts
 

@@ -73,8 +73,10 @@ class ContinuousNetwork:
         # The field is sigma(y K^T + b) V for rows y.
         self._V = self._K @ self.J.mT
         self._sigma = activations.get(self.net.activation)
-        ends = steps_of(self.net).cumsum(0)
-        self.times = torch.cat([ends.new_zeros(1), ends])
+        steps = steps_of(self.net)
+        ends = steps.cumsum(0)
+        start = ends.new_zeros(1)
+        self.times = torch.cat([start, ends])
         self.T = float(self.times[-1])
 
     def trajectory(self, y: Tensor, t: Times = None) -> Tensor:
@@ -106,7 +108,8 @@ class ContinuousNetwork:
     def forward_sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
         """dy(t)/dy(0) along the trajectory from y: `(len(t), *batch, n, n)`."""
         times = self._times(t)
-        start = torch.cat([self._rows(y), self._identity(y)], -1)
+        columns = self._identity(y)
+        start = torch.cat([self._rows(y), columns], -1)
         states = self._solve(start, 0.0, times)
         M = states[..., 1:]
         return M.mT.reshape(-1, *y.shape, y.shape[-1])
@@ -122,10 +125,11 @@ class ContinuousNetwork:
     def _solve(self, Z: Tensor, start: float, times: Tensor) -> Tensor:
         """Z at `times`, all on one side of `start`; no step crosses the end of a layer."""
         wanted = times.tolist()
-        back = min(wanted) < start
-        last = min(wanted) if back else max(wanted)
+        last = max(wanted)
         layers = list(range(self.net.layers))
+        back = min(wanted) < start
         if back:
+            last = min(wanted)
             layers.reverse()
         ends = self.times.tolist()
         states = {start: Z}
@@ -186,8 +190,9 @@ class ContinuousNetwork:
         field = (self._sigma(x) @ V).unsqueeze(-1)
         if not M.numel():
             return field
-        slope = self._sigma.slope(x).unsqueeze(-1)
-        A = K.mT @ (slope * V)
+        slope = self._sigma.slope(x)
+        D = slope.unsqueeze(-1)
+        A = K.mT @ (D * V)
         growth = -A @ M if back else A.mT @ M
         return torch.cat([field, growth], -1)
 

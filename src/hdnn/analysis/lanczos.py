@@ -77,44 +77,38 @@ class Chain:
             u = M.backwards(u)
         return u
 
+    @torch.no_grad()
     def norm(self, start: Tensor, first: int, steps: int) -> tuple[float, bool]:
-        """The norm of dy_N/dy_j for j = first, as `bidiagonalise` finds it."""
-        forwards = partial(self.forwards, first=first)
-        backwards = partial(self.backwards, first=first)
-        return bidiagonalise(forwards, backwards, start, steps)
+        """The norm of dy_N/dy_j for j = first by Lanczos, and True if it is exact.
 
-
-@torch.no_grad()
-def bidiagonalise(
-    forwards: Function, backwards: Function, start: Tensor, steps: int
-) -> tuple[float, bool]:
-    """The norm of A from `forwards` (v -> A v) and `backwards` (A^T u), and True if it is exact.
-
-    It is exact if the start reaches nothing more; otherwise it is a lower bound. All vectors are
-    stored and made orthogonal. The norm is NaN where a product is not finite.
-    """
-    eps = torch.finfo(start.dtype).eps
-    V = [start / start.norm()]
-    U: list[Tensor] = []
-    B = torch.zeros(steps, steps, dtype=torch.float64)
-    complete = False
-    for k in range(steps):
-        u = _orthogonal(forwards(V[k]), U)
-        alpha = u.norm()
-        B[k, k] = alpha
-        U.append(u / alpha.clamp_min(1e-300))
-        v = _orthogonal(backwards(U[k]), V)
-        beta = v.norm()
-        rounding = 10 * (k + 1) * eps * B.max()
-        complete = k + 1 == start.numel() or bool(beta <= rounding)
-        if complete or k + 1 == steps:
-            break
-        B[k, k + 1] = beta
-        V.append(v / beta)
-    if not bool(B.isfinite().all()):
-        return math.nan, False
-    norm = torch.linalg.matrix_norm(B, 2)
-    return float(norm), complete
+        It is exact if the start reaches nothing more; otherwise it is a lower bound. All vectors
+        are stored and made orthogonal. The norm is NaN where a product is not finite.
+        """
+        eps = torch.finfo(start.dtype).eps
+        V = [start / start.norm()]
+        U: list[Tensor] = []
+        B = torch.zeros(steps, steps, dtype=torch.float64)
+        complete = False
+        for k in range(steps):
+            u = self.forwards(V[k], first)
+            u = _orthogonal(u, U)
+            alpha = u.norm()
+            B[k, k] = alpha
+            U.append(u / alpha.clamp_min(1e-300))
+            v = self.backwards(U[k], first)
+            v = _orthogonal(v, V)
+            beta = v.norm()
+            count = k + 1
+            rounding = 10 * count * eps * B.max()
+            complete = count == start.numel() or bool(beta <= rounding)
+            if complete or count == steps:
+                break
+            B[k, count] = beta
+            V.append(v / beta)
+        if not bool(B.isfinite().all()):
+            return math.nan, False
+        norm = torch.linalg.matrix_norm(B, 2)
+        return float(norm), complete
 
 
 def _orthogonal(x: Tensor, basis: list[Tensor]) -> Tensor:
@@ -130,6 +124,7 @@ def unit_layers(unit: HamiltonianUnit) -> list[Function]:
     """The layers of a unit, one function each."""
 
     def layer(j: int, y: Tensor) -> Tensor:
-        return unit.run_layers(y, slice(j, j + 1))
+        layers = slice(j, j + 1)
+        return unit.run_layers(y, layers)
 
     return [partial(layer, j) for j in range(unit.layers)]
