@@ -62,8 +62,9 @@ def diameter(y: Tensor) -> Tensor:
 
 def period(y: Tensor, eps: float = 1.0) -> Tensor:
     """4/eps K(m) of the orbits through y, m = 1 - exp(-2 H), K the complete elliptic integral."""
+    speed = abs(eps)
     _, K, _ = _elliptic(y)
-    return 4 * K / abs(eps)
+    return 4 * K / speed
 
 
 def measured_period(y: Tensor, eps: float = 1.0) -> float:
@@ -74,7 +75,8 @@ def measured_period(y: Tensor, eps: float = 1.0) -> float:
     square = velocity.square().sum()
     time = float(period(y, eps))
     for _ in range(NEWTON_STEPS):
-        end = example(time, eps).flow(start)
+        ode = example(time, eps)
+        end = ode.flow(start)
         ahead = (end - start) @ velocity
         time -= float(ahead / square)
     return time

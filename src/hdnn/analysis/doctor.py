@@ -431,7 +431,9 @@ def _fresh(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
     if tensor.dtype in HALF:
         tensor = tensor.float()
-    return tensor.detach().clone().requires_grad_().clone()
+    leaf = tensor.detach().clone()
+    leaf.requires_grad_()
+    return leaf.clone()
 
 
 def _first_node(
@@ -741,10 +743,13 @@ def _same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> bool:
 
 def _severed(run: ModelRun, moved: ModelRun) -> list[str]:
     """The first module whose input depends on weights, though no gradient leads back to them."""
-    for call, other in zip(run.calls, moved.calls, strict=True):
+    calls = zip(run.calls, moved.calls, strict=True)
+    for call, other in calls:
         pairs = zip(call.inputs, other.inputs, strict=False)
         for x, y in pairs:
-            if not x.requires_grad and not _same([x], [y]):
+            if x.requires_grad:
+                continue
+            if not _same([x], [y]):
                 return [call.name]
     return []
 

@@ -173,7 +173,12 @@ def _differs(
         is_state = isinstance(out, Tensor) and out.shape == end.shape
         if not is_state or not out.requires_grad:
             return True
-        (g,) = torch.autograd.grad(out, leaf, u, allow_unused=True)
+        (g,) = torch.autograd.grad(
+            out,
+            leaf,
+            u,
+            allow_unused=True,
+        )
     if g is None or not _close(g, grad):
         return True
     return not _close(out.detach(), end)
@@ -310,4 +315,5 @@ def _block_defect(chain: Chain, y: Tensor, dim: int) -> float:
 def _turned(v: Tensor, dim: int) -> Tensor:
     """J v for the canonical J."""
     p, q = v.chunk(2, dim)
-    return torch.cat([-q, p], dim)
+    halves = [-q, p]
+    return torch.cat(halves, dim)

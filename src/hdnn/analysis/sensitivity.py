@@ -158,7 +158,8 @@ def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
     order = ORDERS[choose("ord", name, ORDERS)]
     size = partial(torch.linalg.matrix_norm, ord=order)
     sizes, finite = _of_finite(Phi, size)
-    unknown = Phi.isnan().flatten(-2).any(-1)
+    missing = Phi.isnan().flatten(-2)
+    unknown = missing.any(-1)
     sizes = sizes.where(finite, torch.inf)
     return sizes.where(~unknown, torch.nan)
 
@@ -192,7 +193,9 @@ def _of_finite(
     # There are no decompositions in half precision.
     dtype = torch.promote_types(Phi.dtype, torch.float32)
     finite = Phi.isfinite().flatten(-2).all(-1)
-    matrices = Phi.to(dtype).where(finite[..., None, None], 0.0)
+    mask = finite[..., None, None]
+    matrices = Phi.to(dtype)
+    matrices = matrices.where(mask, 0.0)
     result = function(matrices)
     return result.to(Phi.dtype), finite
 
