@@ -742,10 +742,10 @@ def test_a_doctor_looks_every_so_often_and_changes_no_training():
 
 def test_a_doctor_examines_on_request_and_warns_once():
     doctor = trained(mlp(3, 8), rows(6, 8), 3, share=0.0)
-    assert not doctor.healthy
+    assert not doctor.diagnoses
     assert "NOT EXAMINED" in str(doctor)
     assert doctor.examine().healthy
-    assert doctor.healthy
+    assert not doctor.findings
     doctor = trained(dead_layer(), rows(), 2, share=0.0)
     with warnings.catch_warnings(record=True, action="always") as caught:
         doctor.examine()

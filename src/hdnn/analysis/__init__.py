@@ -9,9 +9,8 @@ from hdnn.analysis.bounds import (
     gradient_bounds,
 )
 from hdnn.analysis.certificate import Certificate, certify
-from hdnn.analysis.continuous import ContinuousNetwork, Convergence, convergence
+from hdnn.analysis.continuous import ContinuousNetwork
 from hdnn.analysis.doctor import Diagnosis, GradientDoctor, diagnose
-from hdnn.analysis.lanczos import Extremes, chain_extremes, unit_extremes
 from hdnn.analysis.rules import Finding
 from hdnn.analysis.sensitivity import (
     backward_sensitivity,
@@ -27,9 +26,7 @@ __all__ = [
     "Bound",
     "Certificate",
     "ContinuousNetwork",
-    "Convergence",
     "Diagnosis",
-    "Extremes",
     "Finding",
     "GradientDoctor",
     "GradientMonitor",
@@ -40,8 +37,6 @@ __all__ = [
     "bsm_bound_forward_euler",
     "bsm_bound_paper",
     "certify",
-    "chain_extremes",
-    "convergence",
     "diagnose",
     "gradient_bounds",
     "is_symplectic",
@@ -49,5 +44,4 @@ __all__ = [
     "norms",
     "singular_values",
     "symplectic_defect",
-    "unit_extremes",
 ]

@@ -40,8 +40,10 @@ def bsm_bound_paper(net: Network) -> Tensor:
         True
     """
     steps = steps_of(net)
+    T = steps.sum()
     root = math.sqrt(net.features)
-    return root * torch.exp(root * net.field_rates().max() * steps.sum())
+    Q = root * net.field_rates().max()
+    return root * torch.exp(Q * T)
 
 
 @torch.no_grad()
@@ -59,7 +61,8 @@ def bsm_bound_continuous(net: Network) -> Tensor:
         One number, as a tensor.
     """
     half = 0.5 if net.sigma.monotone else 1.0
-    return torch.exp(half * (steps_of(net) * net.field_rates()).sum())
+    rates = steps_of(net) * net.field_rates()
+    return torch.exp(half * rates.sum())
 
 
 @torch.no_grad()
@@ -121,8 +124,8 @@ def gradient_bounds(net: Network) -> tuple[Tensor, Tensor]:
         >>> bool(low <= values.min()), bool(values.max() <= high)
         (True, True)
     """
-    S = net.sigma.S
-    B = torch.asinh(0.5 * S * net.shear_norms()).sum()
+    norms = net.sigma.S * net.shear_norms()
+    B = torch.asinh(0.5 * norms).sum()
     return torch.exp(-B), torch.exp(B)
 
 
@@ -191,9 +194,9 @@ def bounds(net: Network, y: Tensor | None = None) -> list[Bound]:
     if y is None:
         return compared_bounds(net)
     net = exact(net)
-    values = singular_values(
-        backward_sensitivity(net, y.to("cpu", torch.float64))
-    )
+    states = y.to("cpu", torch.float64)
+    Phi = backward_sensitivity(net, states)
+    values = singular_values(Phi)
     return compared_bounds(net, float(values.min()), float(values.max()))
 
 

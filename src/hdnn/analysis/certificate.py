@@ -249,7 +249,6 @@ def certify(
     *,
     samples: int = SAMPLES,
     points: str = "",
-    seed: int = 0,
 ) -> Certificate:
     """Check that gradients are not shrunk: norm(dy_N/dy_j) >= 1 for all layers j.
 
@@ -264,7 +263,6 @@ def certify(
         samples: the most points to look at; of images and of blocks at most 3. Samples of blocks
             that depend on each other, as nodes of a graph do, are one state.
         points: what the certificate calls them.
-        seed: of random states.
 
     Returns:
         A `Certificate`: print it to read it.
@@ -291,12 +289,12 @@ def certify(
         net = root.net
         width = root.inputs
     elif not isinstance(root, PARTS):
-        return _certify_parts(root, y, samples, points, seed)
+        return _certify_parts(root, y, samples, points)
     points = points or ("random points" if y is None else "points")
     if not isinstance(net, Network):
         return _certify_part(net, _call(y), points)
     if y is None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         y = torch.randn(samples, width or net.features, generator=generator)
     rows = state_rows(y, width or net.features)
     rows = rows[spread(len(rows), samples)]
@@ -328,22 +326,17 @@ def _certify_part(
         finite = _finite_in_own_dtype(module, call)
     lost = ~finite if is_network else not bool(finite.all())
     measured.norms[:-1, lost] = torch.nan
-    certificate = _certificate(twin, measured, points)
-    weight = next(module.parameters(), call.y)
-    dtype = str(weight.dtype).removeprefix("torch.")
-    certificate = replace(certificate, network=_first_line(module), dtype=dtype)
-    if certificate.trouble or measured.end is None:
+    holds, trouble = _judged(measured, twin.guarantee().holds)
+    certificate = _certificate(module, measured, points)
+    certificate = replace(certificate, holds=holds, trouble=trouble)
+    if trouble or measured.end is None:
         return certificate
     bounds = []
     if hasattr(module, "h"):
-        largest = max(1.0, float(measured.norms.max()))
+        largest = max(1.0, certificate.largest_norm)
         bounds = compared_bounds(twin, measured.smallest, largest)
     linear = _is_linear(model, measured.end)
     return replace(certificate, bounds=tuple(bounds), linear=linear)
-
-
-def _first_line(module: nn.Module) -> str:
-    return repr(module).partition("\n")[0].rstrip("(")
 
 
 @torch.no_grad()
@@ -352,33 +345,41 @@ def _finite_in_own_dtype(module: nn.Module, call: BlockCall) -> Tensor:
     weight = next(module.parameters(), call.y)
 
     def own(x: Tensor) -> Tensor:
-        return x.to(weight) if x.is_floating_point() else x.to(weight.device)
+        if x.is_floating_point():
+            return x.to(weight)
+        return x.to(weight.device)
 
     own_call = BlockCall(*mapped(own, tuple(call)))
-    out = own_call.run(copied(module).eval(), own_call.y)
-    return out.isfinite().flatten(1).all(1).cpu()
+    twin = copied(module).eval()
+    out = own_call.run(twin, own_call.y)
+    finite = out.isfinite().flatten(1)
+    return finite.all(1).cpu()
 
 
 def _certificate(module: Any, measured: Measured, points: str) -> Certificate:
+    """What is promised of a module, and the figures."""
     promise = module.guarantee()
+    weight = next(module.parameters(), measured.norms)
+    text = repr(module)
     inner = measured.norms[:-1]
-    holds, trouble = _judged(measured, promise.holds)
     smallest, median, largest = over_samples(measured.norms)
     least = inner.nan_to_num(torch.inf)
     row, sample = divmod(int(least.argmin()), inner.shape[1])
+    smallest_norm, _, _ = over_samples(smallest[:-1])
+    _, _, largest_norm = over_samples(largest[:-1])
     return Certificate(
-        network="",
+        network=text.partition("\n")[0].rstrip("("),
         guaranteed=promise.holds,
         reason=promise.why,
-        holds=holds,
-        trouble=trouble,
+        holds=None,
         layers=measured.layers[-1],
         features=measured.features,
+        dtype=str(weight.dtype).removeprefix("torch."),
         samples=inner.shape[1],
         points=points,
-        smallest_norm=float(over_samples(smallest[:-1])[0]),
+        smallest_norm=float(smallest_norm),
         smallest_at=(measured.layers[row], sample),
-        largest_norm=float(over_samples(largest[:-1])[2]),
+        largest_norm=float(largest_norm),
         symplectic=measured.symplectic,
         symplectic_defect=measured.defect,
         by_layer={
@@ -412,12 +413,12 @@ def _judged(measured: Measured, promised: bool) -> tuple[bool | None, str]:
 
 def over_samples(norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Smallest, median and largest of (..., B), without samples that are NaN unless all are."""
-    missing = norms.isnan().all(-1)
-    least = norms.nan_to_num(torch.inf, torch.inf).amin(-1)
-    most = norms.nan_to_num(-torch.inf, torch.inf).amax(-1)
-    least = least.where(~missing, torch.nan)
-    most = most.where(~missing, torch.nan)
-    return least, norms.nanmedian(-1).values, most
+    ordered = norms.sort(-1).values  # NaN comes last
+    count = (~norms.isnan()).sum(-1, keepdim=True)
+    last = (count - 1).clamp_min(0)
+    median = ordered.gather(-1, last // 2)
+    largest = ordered.gather(-1, last)
+    return ordered[..., 0], median.squeeze(-1), largest.squeeze(-1)
 
 
 def _is_linear(model: Any, end: Tensor) -> bool | None:
@@ -436,7 +437,7 @@ def _is_linear(model: Any, end: Tensor) -> bool | None:
 
 
 def _certify_parts(
-    model: nn.Module, inputs: Any, samples: int, points: str, seed: int
+    model: nn.Module, inputs: Any, samples: int, points: str
 ) -> Certificate:
     twin = model
     if inputs is not None:
@@ -460,7 +461,6 @@ def _certify_parts(
                 states.get(name),
                 samples=samples,
                 points=points,
-                seed=seed,
             )
         except HDNNError as error:
             promise = part.guarantee()
@@ -492,13 +492,16 @@ def _joined(
     troubles = [
         f"{name}: {c.trouble}" for name, c in certificates.items() if c.trouble
     ]
-    inside = {id(inner) for part in parts.values() for inner in part.modules()}
-    outside = [m for m in model.modules() if id(m) not in inside]
-    kinds = Counter(type(m).__name__ for m in outside if not [*m.children()])
-    others = [
-        f"{kind} x {count}" if count > 1 else kind
-        for kind, count in kinds.items()
-    ]
+    inside: set[nn.Module] = set()
+    for part in parts.values():
+        inside.update(part.modules())
+    kinds: Counter[str] = Counter()
+    for module in model.modules():
+        if module not in inside and not list(module.children()):
+            kinds[type(module).__name__] += 1
+    others = []
+    for kind, count in kinds.items():
+        others.append(f"{kind} x {count}" if count > 1 else kind)
     return Certificate(
         network=type(model).__name__,
         guaranteed=all(certificate.guaranteed for certificate in every),
@@ -514,12 +517,13 @@ def _joined(
 
 def _hamiltonian_parts(model: nn.Module) -> dict[str, Any]:
     """The outermost networks, units and blocks inside a module, by their names."""
-    inside: set[int] = set()
+    inside: set[nn.Module] = set()
     parts = {}
     for name, module in model.named_modules():
-        if isinstance(module, PARTS) and id(module) not in inside:
-            inside |= {id(inner) for inner in module.modules()}
-            name = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+        if isinstance(module, PARTS) and module not in inside:
+            inside.update(module.modules())
+            name = name.replace("_orig_mod.", "")
+            name = name.removesuffix("._orig_mod")
             parts[name] = module
     return parts
 
@@ -528,16 +532,16 @@ def _recorded_states(
     model: nn.Module, inputs: Any, parts: Mapping[str, nn.Module]
 ) -> dict[str, Any]:
     """The states of networks, and the first call of each unit or block, as the model runs."""
-    calls: dict[str, list[BlockCall]] = {name: [] for name in parts}
-    handles = []
-    for name, part in parts.items():
+    calls: dict[nn.Module, list[BlockCall]] = {}
 
-        def record(
-            module: nn.Module, args: Any, options: Any, name: str = name
-        ) -> None:
-            calls[name].append(_call(args, **options))
+    def record(part: nn.Module, args: Any, options: Any) -> None:
+        call = _call(args, **options)
+        calls.setdefault(part, []).append(call)
 
-        handles.append(part.register_forward_pre_hook(record, with_kwargs=True))
+    handles = [
+        part.register_forward_pre_hook(record, with_kwargs=True)
+        for part in parts.values()
+    ]
     with (
         running(model, "y"),
         torch.no_grad(),
@@ -548,11 +552,12 @@ def _recorded_states(
         handle.remove()
     states: dict[str, Any] = {}
     for name, part in parts.items():
-        if calls[name] and isinstance(part, Network):
-            rows = [call.y.reshape(-1, part.features) for call in calls[name]]
+        if part not in calls:
+            continue
+        states[name] = calls[part][0]
+        if isinstance(part, Network):
+            rows = [call.y.reshape(-1, part.features) for call in calls[part]]
             states[name] = torch.cat(rows)
-        elif calls[name]:
-            states[name] = calls[name][0]
     return states
 
 
@@ -568,4 +573,5 @@ def _call(inputs: Any, **options: Any) -> BlockCall:
         raise DataError(
             "units and blocks are certified at states: give inputs as the tensor y."
         )
-    return BlockCall(check_finite(y), args[1:], options)
+    check_finite(y)
+    return BlockCall(y, args[1:], options)

@@ -7,9 +7,7 @@ Matrices are in denominator layout: for row vectors dy' = dy A with A = K^T D K 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ from hdnn.errors import ConvergenceError, OptionError, require
 from hdnn.networks import Network
 
 Times = Tensor | Sequence[float] | float | None
-FLOOR = 1e-11  # relative: the flow of an ODE is not known more accurately
+METHOD = "DOP853"  # an explicit Runge-Kutta method of order 8
 
 
 class ContinuousNetwork:
@@ -36,7 +34,6 @@ class ContinuousNetwork:
 
     Args:
         net: a network; of a `Model`, its net.
-        method: of `scipy.integrate.solve_ivp`.
         rtol: relative tolerance of the solver, at least 1e-13.
         atol: absolute tolerance of the solver.
 
@@ -59,12 +56,15 @@ class ContinuousNetwork:
         self,
         net: Network,
         *,
-        method: str = "DOP853",
         rtol: float = 1e-10,
         atol: float = 1e-12,
     ) -> None:
         steps_of(net)
-        self.options = {"method": method, "rtol": rtol, "atol": atol}
+        self.options = {
+            "method": METHOD,
+            "rtol": rtol,
+            "atol": atol,
+        }
         self.net = exact(net).requires_grad_(False)
         field = self.net.field()
         self.J = field["J"]
@@ -73,20 +73,25 @@ class ContinuousNetwork:
         # The field is sigma(y K^T + b) V for rows y.
         self._V = self._K @ self.J.mT
         self._sigma = activations.get(self.net.activation)
-        ends = steps_of(self.net).cumsum(0)
-        self.times = torch.cat([ends.new_zeros(1), ends])
+        steps = steps_of(self.net)
+        ends = steps.cumsum(0)
+        start = ends.new_zeros(1)
+        self.times = torch.cat([start, ends])
         self.T = float(self.times[-1])
 
     def trajectory(self, y: Tensor, t: Times = None) -> Tensor:
         """y(t): `(len(t), *batch, n)`."""
-        rows = self._solve(self._rows(y), 0.0, self._times(t))[..., 0]
-        return rows.reshape(-1, *y.shape)
+        times = self._times(t)
+        states = self._solve(self._rows(y), 0.0, times)
+        return states[..., 0].reshape(-1, *y.shape)
 
     def flow(
         self, y: Tensor, *, start: float = 0.0, end: float | None = None
     ) -> Tensor:
         """The state at `end`, by default T, from y at `start`; backwards too: `(*batch, n)`."""
-        stop = self._times(self.T if end is None else end)
+        if end is None:
+            end = self.T
+        stop = self._times(end)
         states = self._solve(self._rows(y), start, stop)
         return states[..., 0].reshape(y.shape)
 
@@ -102,147 +107,115 @@ class ContinuousNetwork:
 
     def forward_sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
         """dy(t)/dy(0) along the trajectory from y: `(len(t), *batch, n, n)`."""
-        start = torch.cat([self._rows(y), self._identity(y)], -1)
-        M = self._solve(start, 0.0, self._times(t))[..., 1:]
+        times = self._times(t)
+        columns = self._identity(y)
+        start = torch.cat([self._rows(y), columns], -1)
+        states = self._solve(start, 0.0, times)
+        M = states[..., 1:]
         return M.mT.reshape(-1, *y.shape, y.shape[-1])
 
     def _back(self, y: Tensor, columns: Tensor, t: Times) -> Tensor:
         """M(t) with dM/dt = -A(t) M and M(T) = columns (B, n, c): `(len(t), B, n, c)`."""
-        end = torch.cat([self._rows(self.flow(y)), columns], -1)
-        return self._solve(end, self.T, self._times(t))[..., 1:]
-
-    def _rate(self, j: int, Z: Tensor, back: bool) -> Tensor:
-        """dZ/dt in layer j, for Z = (y, M) of shape (B, n, 1 + c)."""
-        x = Z[..., 0] @ self._K[j].mT + self._b[j]
-        field = self._sigma(x) @ self._V[j]
-        if Z.shape[-1] == 1:
-            return field.unsqueeze(-1)
-        A = self._K[j].mT @ (self._sigma.slope(x).unsqueeze(-1) * self._V[j])
-        M = Z[..., 1:]
-        growth = -A @ M if back else A.mT @ M
-        return torch.cat([field.unsqueeze(-1), growth], -1)
+        y_T = self._rows(self.flow(y))
+        end = torch.cat([y_T, columns], -1)
+        states = self._solve(end, self.T, self._times(t))
+        return states[..., 1:]
 
     @torch.no_grad()
     def _solve(self, Z: Tensor, start: float, times: Tensor) -> Tensor:
         """Z at `times`, all on one side of `start`; no step crosses the end of a layer."""
-        back = float(times.min()) < start
-        sign = -1.0 if back else 1.0  # all that follows runs in sign * t
-        wanted = (sign * times).tolist()
-        layers = range(self.net.layers)
-        ends = self.times[1:]
-        if back:
-            layers = layers[::-1]
-            ends = -self.times[:-1].flip(0)
-        now = sign * start
+        wanted = times.tolist()
         last = max(wanted)
-        states = {now: Z}
-        for j, layer_end in zip(layers, ends.tolist(), strict=True):
-            end = min(layer_end, last)
-            if end > now:
-                inside = sorted({t for t in wanted if now < t < end})
-                piece = self._piece(j, states[now], [now, *inside, end], sign)
-                states.update(piece)
-                now = end
+        layers = list(range(self.net.layers))
+        back = min(wanted) < start
+        if back:
+            last = min(wanted)
+            layers.reverse()
+        ends = self.times.tolist()
+        states = {start: Z}
+        for j in layers:
+            first, final = ends[j : j + 2]
+            begin = min(max(start, first), final)
+            end = min(max(last, first), final)
+            if begin == end:
+                continue
+            points = {begin, end}
+            low = min(points)
+            high = max(points)
+            points.update(t for t in wanted if low < t < high)
+            ordered = sorted(points, reverse=back)
+            solution = self._solve_layer(j, states[begin], ordered)
+            pairs = zip(ordered, solution, strict=True)
+            states.update(pairs)
         return torch.stack([states[t] for t in wanted])
 
-    def _piece(
-        self, j: int, Z: Tensor, times: list[float], sign: float
-    ) -> dict[float, Tensor]:
-        """Z at these times sign * t within layer j, from Z at the first of them."""
+    def _solve_layer(self, j: int, Z: Tensor, points: list[float]) -> Tensor:
+        """Z at some times within layer j, in order, from Z at the first of them."""
+        back = points[-1] < points[0]
 
         def rate(t: float, flat: np.ndarray) -> np.ndarray:
             state = torch.from_numpy(flat).view(Z.shape)
-            rates = sign * self._rate(j, state, sign < 0)
+            rates = self._rate(j, state, back)
+            finite = bool(rates.isfinite().all())
             # The solver would try ever smaller steps.
-            if not bool(rates.isfinite().all()):
+            if not finite:
                 raise ConvergenceError(
-                    f"the solution of the ODE is not finite at t = {sign * t:g}; "
+                    f"the solution of the ODE is not finite at t = {t:g}; "
                     "take smaller weights, states or T."
                 )
-            return rates.reshape(-1).numpy()
+            return rates.flatten().numpy()
 
-        solve_ivp = require("scipy.integrate", extra="science").solve_ivp
-        start = Z.reshape(-1).numpy()
-        span = (times[0], times[-1])
-        solution = solve_ivp(rate, span, start, t_eval=times, **self.options)
+        integrate = require("scipy.integrate", extra="science")
+        solution = integrate.solve_ivp(
+            rate,
+            (points[0], points[-1]),
+            Z.flatten().numpy(),
+            t_eval=points,
+            **self.options,
+        )
         if not solution.success:
             raise ConvergenceError(
                 f"the ODE cannot be solved: {solution.message}"
             )
-        values = torch.tensor(solution.y.T).reshape(-1, *Z.shape)
-        return dict(zip(times, values, strict=True))
+        states = torch.tensor(solution.y.T)
+        return states.reshape(-1, *Z.shape)
+
+    def _rate(self, j: int, Z: Tensor, back: bool) -> Tensor:
+        """dZ/dt in layer j, for Z = (y, M) of shape (B, n, 1 + c)."""
+        K = self._K[j]
+        V = self._V[j]
+        y = Z[..., 0]
+        M = Z[..., 1:]
+        x = y @ K.mT + self._b[j]
+        field = (self._sigma(x) @ V).unsqueeze(-1)
+        if not M.numel():
+            return field
+        slope = self._sigma.slope(x)
+        D = slope.unsqueeze(-1)
+        A = K.mT @ (D * V)
+        growth = -A @ M if back else A.mT @ M
+        return torch.cat([field, growth], -1)
 
     def _rows(self, y: Tensor) -> Tensor:
         """Samples as (B, n, 1) in float64."""
-        return state_rows(y, self.net.features).unsqueeze(-1)
+        rows = state_rows(y, self.net.features)
+        return rows.unsqueeze(-1)
 
     def _identity(self, y: Tensor) -> Tensor:
         n = self.net.features
-        return torch.eye(n, dtype=torch.float64).repeat(y.numel() // n, 1, 1)
+        samples = y.numel() // n
+        identity = torch.eye(n, dtype=torch.float64)
+        return identity.repeat(samples, 1, 1)
 
     def _times(self, t: Times) -> Tensor:
         if t is None:
             return self.times
-        times = torch.atleast_1d(torch.as_tensor(t, dtype=torch.float64))
+        times = torch.as_tensor(t, dtype=torch.float64)
+        times = torch.atleast_1d(times)
         inside = times.clamp(0.0, self.T)
-        if bool(((times - inside).abs() > 1e-6 * self.T).any()):
+        outside = (times - inside).abs()
+        if bool((outside > 1e-6 * self.T).any()):
             raise OptionError(
                 f"t must be times in 0 .. T = {self.T:g}, but got {t!r}."
             )
         return inside
-
-
-@dataclass(frozen=True)
-class Convergence:
-    """Errors of a network against the flow of its ODE, from coarse to fine.
-
-    Attributes:
-        layers: of each refined network.
-        steps: the mean h of each, T / layers.
-        errors: the largest `|y_N - y(T)|` of all samples.
-        order: the observed order of the finest two networks whose errors exceed that of the flow;
-            NaN if there are none.
-    """
-
-    layers: tuple[int, ...]
-    steps: tuple[float, ...]
-    errors: tuple[float, ...]
-    order: float
-
-
-@torch.no_grad()
-def convergence(
-    net: Network, y: Tensor, refinements: Sequence[int] = (1, 2, 4, 8, 16)
-) -> Convergence:
-    """The order at which the layers of a network come closer to the flow of its ODE.
-
-    The network runs with k times its layers at h/k. A smooth activation is needed for orders
-    above 2.
-
-    Args:
-        net: a network that discretises an ODE.
-        y: states `(*batch, n)`.
-        refinements: the k, two or more.
-
-    Examples:
-        >>> import hdnn, torch
-        >>> net = hdnn.HamiltonianNet(features=4, layers=2, integrator="verlet")
-        >>> round(hdnn.analysis.convergence(net, torch.randn(3, 4), refinements=(4, 8, 16)).order)
-        2
-    """
-    ode = ContinuousNetwork(net, rtol=1e-13, atol=1e-15)
-    flow = ode.flow(y)
-    floor = FLOOR * max(1.0, float(flow.norm(dim=-1).max()))
-    refined = [ode.net.refine(k) for k in sorted(refinements)]
-    steps = [ode.T / fine.layers for fine in refined]
-    errors = []
-    for fine in refined:
-        distances = (fine(y.to(flow)) - flow).norm(dim=-1)
-        errors.append(float(distances.max()))
-    order = math.nan
-    for k in range(1, len(refined)):
-        if errors[k] > floor:
-            gain = math.log(errors[k - 1] / errors[k])
-            order = gain / math.log(steps[k - 1] / steps[k])
-    layers = tuple(fine.layers for fine in refined)
-    return Convergence(layers, tuple(steps), tuple(errors), order)

@@ -25,58 +25,61 @@ from hdnn.networks import H1, H2
 
 RTOL = 1e-13
 ATOL = 1e-15
+NEWTON_STEPS = 3
 
 
 def example(T: float, eps: float = 1.0) -> ContinuousNetwork:
     """The ODE of the example over a time T: a network with K = I, b = 0 and eps times J."""
     J = torch.tensor([[0.0, -eps], [eps, 0.0]], dtype=torch.float64)
-    generator = torch.Generator()  # whose weights are replaced
-    net = H1(2, 1, T=T, J=J, dtype=torch.float64, generator=generator)
-    net.assign("K", torch.eye(2)[None])
+    net = H1(
+        features=2,
+        layers=1,
+        T=T,
+        J=J,
+        dtype=torch.float64,
+        generator=torch.Generator(),  # whose weights are replaced
+    )
+    net.assign("K", torch.eye(2).unsqueeze(0))
     net.assign("b", torch.zeros(1, 2))
     return ContinuousNetwork(net, rtol=RTOL, atol=ATOL)
 
 
 def energy(y: Tensor) -> Tensor:
     """H = log cosh p + log cosh q."""
-    log_cosh = activations.get("tanh").integral
-    return log_cosh(y.double()).sum(-1)
+    tanh = activations.get("tanh")
+    log_cosh = tanh.integral(y.double())
+    return log_cosh.sum(-1)
 
 
 def diameter(y: Tensor) -> Tensor:
     """The largest distance on the orbits through y, along an axis."""
     H = energy(y)
     # acosh(exp(H)), without the digits that exp(H) loses where H is small
-    return 2 * torch.asinh(torch.expm1(2 * H).sqrt())
+    square = torch.expm1(2 * H)
+    radius = torch.asinh(square.sqrt())
+    return 2 * radius
 
 
 def period(y: Tensor, eps: float = 1.0) -> Tensor:
     """4/eps K(m) of the orbits through y, m = 1 - exp(-2 H), K the complete elliptic integral."""
+    speed = abs(eps)
     _, K, _ = _elliptic(y)
-    return 4 * K / abs(eps)
+    return 4 * K / speed
 
 
 def measured_period(y: Tensor, eps: float = 1.0) -> float:
-    """The mean time between crossings of q = 0 where p > 0, over a few turns from y (2,)."""
-    speed = abs(eps)  # both directions take equally long
-    three_turns = 12 * (float(energy(y)) + 2) / speed
-
-    def rate(_: float, state: np.ndarray) -> np.ndarray:
-        p, q = np.tanh(state)
-        return speed * np.array([-q, p])
-
-    solution = require("scipy.integrate", extra="science").solve_ivp(
-        rate,
-        (0.0, three_turns),
-        y.double().numpy(),
-        "DOP853",
-        events=lambda _, state: state[1],
-        rtol=RTOL,
-        atol=ATOL,
-    )
-    rising = solution.y_events[0][:, 0] > 0
-    times = solution.t_events[0][rising]
-    return float(times[-1] - times[0]) / (len(times) - 1)
+    """The time after which the state y (2,) comes back, by Newton's method."""
+    start = y.double()
+    p, q = torch.tanh(start)
+    velocity = eps * torch.stack([-q, p])
+    square = velocity.square().sum()
+    time = float(period(y, eps))
+    for _ in range(NEWTON_STEPS):
+        ode = example(time, eps)
+        end = ode.flow(start)
+        ahead = (end - start) @ velocity
+        time -= float(ahead / square)
+    return time
 
 
 def growth(y: Tensor, t: Tensor, eps: float = 1.0) -> Tensor:
@@ -84,7 +87,9 @@ def growth(y: Tensor, t: Tensor, eps: float = 1.0) -> Tensor:
 
     The weights are constant in time, so it depends on t and the state, but not on T.
     """
-    return example(float(t.max()), eps).forward_sensitivity(y, t)
+    T = float(t.max())
+    ode = example(T, eps)
+    return ode.forward_sensitivity(y, t)
 
 
 def finite_growth(
@@ -98,8 +103,11 @@ def finite_growth(
     state = y.double().unsqueeze(-2)
     moved = state + gamma * torch.eye(2, dtype=torch.float64)
     starts = torch.cat([state, moved], -2)
-    states = example(float(t.max()), eps).trajectory(starts, t)
-    distances = (states[..., 1:, :] - states[..., :1, :]).norm(dim=-1)
+    T = float(t.max())
+    ode = example(T, eps)
+    states = ode.trajectory(starts, t)
+    unmoved, moved = states.split([1, 2], -2)
+    distances = (moved - unmoved).norm(dim=-1)
     return distances / gamma
 
 
@@ -111,10 +119,13 @@ def envelope_slope(y: Tensor, eps: float = 1.0) -> Tensor:
     |grad H| is largest on the diagonal of the orbit, where it is sqrt(2 - 2 exp(-H)).
     """
     m, K, E = _elliptic(y)
-    rate = (E / K - (1 - m)) / m  # P'(H)/P
+    complement = 1 - m
+    rate = (E / K - complement) / m  # P'(H)/P
     rate = rate.where(m > 1e-8, 0.5)
-    first = torch.tanh(y.double()).norm(dim=-1)
-    largest = (-2 * torch.expm1(-energy(y))).sqrt()
+    gradient = torch.tanh(y.double())
+    first = gradient.norm(dim=-1)
+    square = -2 * torch.expm1(-energy(y))
+    largest = square.sqrt()
     return abs(eps) * rate * first * largest
 
 
@@ -126,8 +137,10 @@ def fitted_envelope(t: Tensor, sizes: Tensor) -> tuple[float, float]:
     inner = sizes[1:-1]
     rises = inner > sizes[:-2]
     falls = inner >= sizes[2:]
-    late = t[1:-1] >= t[-1] / 2
-    top = (rises & falls & late).nonzero()[:, 0] + 1
+    half = t[-1] / 2
+    late = t[1:-1] >= half
+    maxima = rises & falls & late
+    top = maxima.nonzero().flatten() + 1
     if len(top) < 2:
         raise OptionError(
             f"the second half has {len(top)} local maxima, but a line needs two; take a longer t."
@@ -155,23 +168,34 @@ def layer_growth(h: float, k: float, layers: int = 64) -> LayerGrowth:
     that is a rotation in other coordinates, and its powers stay below sqrt((2 + a) / (2 - a)). For
     a > 2 they grow as exp(2 acosh(a/2)) for each layer.
     """
-    generator = torch.Generator()  # whose weights are replaced
     net = H2(
-        2, layers, step=h, tied=True, dtype=torch.float64, generator=generator
+        features=2,
+        layers=layers,
+        step=h,
+        tied=True,
+        dtype=torch.float64,
+        generator=torch.Generator(),  # whose weights are replaced
     )
-    for name in ("K_p", "K_q"):
-        net.assign(name, torch.full((1, 1, 1), k, dtype=torch.float64))
+    weight = torch.full((1, 1, 1), k, dtype=torch.float64)
+    net.assign("K_p", weight)
+    net.assign("K_q", weight)
     origin = torch.zeros(2, dtype=torch.float64)
-    sizes = norms(backward_sensitivity(net, origin)).flip(0)
-    a = h * k * k
+    Phi = backward_sensitivity(net, origin)
+    sizes = norms(Phi).flip(0)
     half = layers // 2
     first = sizes[: half + 1].max()  # norms may oscillate
     second = sizes[half + 1 :].max()
+    growth = (second / first).log()
+    a = h * k * k
+    bound = math.inf
+    if a < 2:
+        square = (2 + a) / (2 - a)
+        bound = math.sqrt(square)
     return LayerGrowth(
-        rate=float((second / first).log()) / (layers - half),
+        rate=float(growth) / (layers - half),
         exact=2 * math.acosh(max(a, 2.0) / 2),
         largest=float(sizes.max()),
-        bound=math.sqrt((2 + a) / (2 - a)) if a < 2 else math.inf,
+        bound=bound,
         sizes=sizes,
     )
 
@@ -181,6 +205,7 @@ def _elliptic(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     special = require("scipy.special", extra="science")
     H = energy(y)
     m = -torch.expm1(-2 * H)
-    K = torch.as_tensor(special.ellipkm1(torch.exp(-2 * H).numpy()))
-    E = torch.as_tensor(special.ellipe(m.numpy()))
-    return m, K, E
+    complement = torch.exp(-2 * H)
+    K = special.ellipkm1(complement.numpy())
+    E = special.ellipe(m.numpy())
+    return m, torch.as_tensor(K), torch.as_tensor(E)

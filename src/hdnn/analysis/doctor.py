@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 SAMPLES = 8
 SEED = 20210527
-DRAWS = 2  # random gradients at y_N
 NUDGES = (0.02, 1.0)  # of the size of weights, to see what depends on them
 SHARE = 0.025  # of the training time that examinations may take
 EXPECTED = 300  # steps of training that a first examination takes
@@ -248,29 +248,20 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _floats(value: Any) -> list[Tensor]:
-    return [t for t in _tensors(value) if t.is_floating_point() and t.numel()]
+    tensors = _tensors(value)
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return [tensor for tensor in floats if tensor.numel()]
 
 
 def _row_count(x: Any) -> int:
     """The number of samples, if all tensors have equally many rows; 1 otherwise."""
     counts = {len(tensor) for tensor in _tensors(x) if tensor.ndim}
-    return counts.pop() if len(counts) == 1 else 1
+    if len(counts) != 1:
+        return 1
+    return counts.pop()
 
 
 # A run of a copy
-
-
-@dataclass
-class ModuleCall:
-    """A call of a module: its tensors, and the module that its inputs come from."""
-
-    name: str
-    module: nn.Module
-    source: str
-    begun: int
-    inputs: list[Tensor]
-    outputs: list[Tensor] = field(default_factory=list)
-    ended: int = 0
 
 
 class State(NamedTuple):
@@ -281,8 +272,19 @@ class State(NamedTuple):
     time: int
 
 
+@dataclass
+class ModuleCall:
+    """A call of a module, with its tensors."""
+
+    name: str
+    module: nn.Module
+    begun: int
+    inputs: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+
+
 class ModelRun:
-    """A run of a copy of a model with weights moved: outputs, and the calls of its modules."""
+    """A run of a copy of a model with weights moved: outputs, states and calls of its modules."""
 
     def __init__(
         self, model: nn.Module, x: Any, moved: Mapping[str, float] | None = None
@@ -290,15 +292,17 @@ class ModelRun:
         self.model = copied(model)
         self.calls: list[ModuleCall] = []
         self.open: list[ModuleCall] = []
+        self.ended: list[ModuleCall] = []
+        self.states: list[State] = []
         self.activations: dict[tuple[str, str], ActivationCount] = {}
         self.read: set[int] = set()  # the ids of all tensors in operations
-        self.last = "input"  # the module that ended last
         self.clock = 0
-        self._prepare(moved or {})
+        self._prepare()
+        self._move(moved or {})
         self.x = mapped(_fresh, x)
-        torch.manual_seed(SEED)  # the same dropout in every run
-        random.seed(SEED)
-        np.random.seed(SEED)  # noqa: NPY002
+        inputs = [tensor for tensor in _floats(self.x) if tensor.ndim > 1]
+        self._record("input", inputs)
+        self._seed()
         device = next(self.model.parameters()).device.type
         with (
             torch.enable_grad(),
@@ -308,61 +312,87 @@ class ModelRun:
         ):
             self.output = call_module(self.model, self.x)
         outputs = _floats(self.output)
-        self.outputs = [t for t in outputs if t.numel() > 1] or outputs
+        large = [tensor for tensor in outputs if tensor.numel() > 1]
+        self.outputs = large or outputs
 
-    def _prepare(self, moved: Mapping[str, float]) -> None:
+    def _seed(self) -> None:
+        """Let every run have the same dropout."""
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        np.random.seed(SEED)  # noqa: NPY002
+
+    def _prepare(self) -> None:
         for name, module in self.model.named_modules():
             if getattr(module, "inplace", False) is True:
                 module.inplace = False  # pyright: ignore
             if name:
-                module.register_forward_pre_hook(
-                    self._before(name), with_kwargs=True
-                )
-                module.register_forward_hook(self._after)
+                begin = self._beginner(name)
+                module.register_forward_pre_hook(begin, with_kwargs=True)
+                module.register_forward_hook(self._end)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.dtype in HALF:
                 tensor.data = tensor.data.float()
+
+    def _move(self, moved: Mapping[str, float]) -> None:
+        """Move weights by a multiple of their size, in a random direction."""
         self.weights = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 self.weights[name] = parameter
         for name, scale in moved.items():
             weight = self.weights[name].data
-            rms = weight.norm() / math.sqrt(weight.numel())
-            weight += scale * (rms if rms else 1.0) * random_like(weight)
+            size = weight.norm() / math.sqrt(weight.numel())
+            if not size:
+                size = 1.0
+            weight += scale * size * random_like(weight)
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, options: Any) -> None:
+    def _beginner(self, name: str) -> Any:
+        def begin(module: nn.Module, args: Any, options: Any) -> None:
             self.clock += 1
-            source = self.open[-1].name if self.open else self.last
+            before = self.open or self.ended
+            source = before[-1].name if before else "input"
             inputs = _floats([args, options])
-            call = ModuleCall(name, module, source, self.clock, inputs)
+            self._record(source, inputs)
+            call = ModuleCall(name, module, self.clock, inputs)
             self.calls.append(call)
             self.open.append(call)
 
-        return hook
+        return begin
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self.clock += 1
         call = self.open.pop()
-        call.ended = self.clock
         call.outputs = _floats(output)
-        self.last = call.name
+        self._record(call.name, call.outputs)
+        self.ended.append(call)
+
+    def _record(self, name: str, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self.states.append(State(name, tensor, self.clock))
 
     def objective(self, loss: Any, target: Any) -> Tensor | None:
         """The loss, or a random projection of all outputs; None if it has no gradient."""
         if loss is None:
-            total = None
-            for tensor in _floats(self.output):
-                if tensor.requires_grad:
-                    product = (tensor * random_like(tensor)).sum()
-                    total = product if total is None else total + product
-            return total
-        targets = () if target is None else (target,)
-        value = loss(self.output, *targets)
+            return self._projection()
+        if target is None:
+            value = loss(self.output)
+        else:
+            value = loss(self.output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise OptionError("loss must give one number, as a tensor.")
         return value if value.requires_grad else None
+
+    def _projection(self) -> Tensor | None:
+        total = None
+        for tensor in _floats(self.output):
+            if not tensor.requires_grad:
+                continue
+            product = (tensor * random_like(tensor)).sum()
+            if total is None:
+                total = product
+            else:
+                total = total + product
+        return total
 
     def gradients(self, objective: Tensor | None) -> dict[str, Tensor]:
         """The gradients of an objective by the weights that it depends on."""
@@ -377,29 +407,22 @@ class ModelRun:
 
     def chain(self) -> list[State]:
         """The states y_j from the input to the output."""
-        end = next((t for t in self.outputs if t.requires_grad), None)
-        if end is None:
+        ends = [tensor for tensor in self.outputs if tensor.requires_grad]
+        if not ends:
             return []
-        recorded = self._recorded()
-        recorded.setdefault(end.grad_fn, State("output", end, self.clock + 1))
+        end = ends[0]
+        # The first tensor of each node of the graph that a module was given or gave.
+        recorded: dict[Any, State] = {}
+        last = State("output", end, self.clock + 1)
+        for state in [*self.states, last]:
+            node = state.tensor.grad_fn
+            if node is not None:
+                recorded.setdefault(node, state)
         order = _from_leaves_on(end.grad_fn)
         first = _first_node(end, recorded, order)
         cuts = _cut_nodes(order, first, recorded)
         states = [recorded[node] for node in cuts]
         return sorted(states, key=lambda state: state.time)
-
-    def _recorded(self) -> dict[Any, State]:
-        """The first tensor of each node of the graph that a module was given or gave."""
-        inputs = [t for t in _floats(self.x) if t.ndim > 1]
-        states = [State("input", tensor, 0) for tensor in inputs]
-        for call in self.calls:
-            states += [State(call.source, t, call.begun) for t in call.inputs]
-            states += [State(call.name, t, call.ended) for t in call.outputs]
-        recorded: dict[Any, State] = {}
-        for state in sorted(states, key=lambda state: state.time):
-            if state.tensor.grad_fn is not None:
-                recorded.setdefault(state.tensor.grad_fn, state)
-        return recorded
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -408,7 +431,9 @@ def _fresh(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
     if tensor.dtype in HALF:
         tensor = tensor.float()
-    return tensor.detach().clone().requires_grad_().clone()
+    leaf = tensor.detach().clone()
+    leaf.requires_grad_()
+    return leaf.clone()
 
 
 def _first_node(
@@ -418,13 +443,14 @@ def _first_node(
     reached = set(order)
     nodes = [node for node in recorded if node in reached]
     start = recorded[nodes[0]].time
-    nodes = [node for node in nodes if recorded[node].time == start]
-    tensors = [recorded[node].tensor for node in nodes]
     u = random_like(end)
-    grads = torch.autograd.grad(
-        end, tensors, u, retain_graph=True, allow_unused=True
-    )
-    for node, grad in zip(nodes, grads, strict=True):
+    for node in nodes:
+        state = recorded[node]
+        if state.time > start:
+            break
+        (grad,) = torch.autograd.grad(
+            end, state.tensor, u, retain_graph=True, allow_unused=True
+        )
         if grad is not None and bool(grad.any()):
             return node
     return nodes[0]
@@ -486,31 +512,37 @@ class ActivationTrace(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        out = func(*args, **options)
         name = getattr(func, "__name__", "").rstrip("_")
         if name != "__get":  # an attribute, such as the shape
-            self.run.read.update(map(id, _tensors([args, kwargs])))
+            tensors = _tensors([args, kwargs])
+            self.run.read.update(map(id, tensors))
         if name not in STEEP and name != "softmax":
             return out
         x = args[0] if args else None
         if isinstance(x, Tensor) and x.numel() > 1 and x.is_floating_point():
             bounds = STEEP.get(name, ())
-            if name == "hardtanh" and kwargs:  # as ReLU6 calls it
-                bounds = (kwargs["min_val"], kwargs["max_val"])
+            if name == "hardtanh" and options:  # as ReLU6 calls it
+                bounds = (options["min_val"], options["max_val"])
             self._count(name, x.detach(), out, bounds)
         return out
 
     def _count(
         self, name: str, x: Tensor, out: Any, bounds: tuple[float, ...]
     ) -> None:
-        module = self.run.open[-1].name if self.run.open else "output"
-        a = self.run.activations.setdefault(
-            (module, name), ActivationCount(module, name)
-        )
+        module = "output"
+        if self.run.open:
+            module = self.run.open[-1].name
+        new = ActivationCount(module, name)
+        a = self.run.activations.setdefault((module, name), new)
         if name == "softmax":
             # With a mask, a row may have one place to look at only: it is certain, and rightly so.
-            choices = (x > x.amax(-1, keepdim=True) - MASKED).sum(-1) > 1
-            flat = (out.detach().amax(-1) > 1 - 1e-4)[choices]
+            largest = x.amax(-1, keepdim=True)
+            seen = x > largest - MASKED
+            choices = seen.sum(-1) > 1
+            certain = out.detach().amax(-1) > 1 - 1e-4
+            flat = certain[choices]
         else:
             low, high = bounds
             a.one_sided = high != -low
@@ -528,14 +560,18 @@ def _count_units(a: ActivationCount, flat: Tensor) -> None:
         by_unit = flat.movedim(axis, 0).flatten(1)
     dead = by_unit.all(1)
     always = ~by_unit.any(1)
-    if a.units and int(dead.sum()) >= a.dead:
+    count = int(dead.sum())
+    if a.units and count >= a.dead:
         return  # called again: dead only if so every time
     a.units = len(dead)
-    a.dead = int(dead.sum())
+    a.dead = count
     a.always = int(always.sum())
     a.samples = len(flat)
+    a.active = 0.0
     living = by_unit[~(dead | always)]
-    a.active = float((~living).float().mean()) if living.numel() else 0.0
+    if living.numel():
+        active = ~living
+        a.active = float(active.float().mean())
 
 
 # What is measured
@@ -568,31 +604,28 @@ class Probe:
         return self.seen
 
     def _measure_gains(self, run: ModelRun) -> None:
+        """What is left of a random gradient at y_N at each state before it."""
         states = run.chain()
         if not states:
             return
         body = _body(run, states)
-        tensors = [state.tensor for state in states[: body + 1]]
-        squares = torch.zeros(len(tensors), dtype=torch.float64)
+        before = states[: body + 1]
+        tensors = [state.tensor for state in before]
         y_N = tensors[-1]
-        generator = torch.Generator().manual_seed(SEED)
-        for _ in range(DRAWS):
-            u = torch.randn(y_N.shape, generator=generator).to(y_N)
-            grads = torch.autograd.grad(
-                y_N, tensors, u, retain_graph=True, allow_unused=True
-            )
-            for k, g in enumerate(grads):
-                if g is not None:
-                    ratio = g.double().norm() / u.double().norm()
-                    squares[k] += ratio.square().cpu()
-        gains = (squares / DRAWS).sqrt().tolist()
-        for k, (name, tensor, _) in enumerate(states[: body + 1]):
-            size = float(tensor.detach().double().norm())
-            rms = size / math.sqrt(tensor.numel())
-            layer = LayerGain(name, size, rms, gains[k])
-            if k and gains[k] > 0:
-                layer.own = gains[k - 1] / gains[k]
-            if not math.isfinite(gains[k]):
+        u = random_like(y_N)
+        grads = torch.autograd.grad(
+            y_N, tensors, u, retain_graph=True, allow_unused=True
+        )
+        gain = 0.0
+        for k, (state, g) in enumerate(zip(before, grads, strict=True)):
+            size = _norm(state.tensor)
+            rms = size / math.sqrt(state.tensor.numel())
+            previous = gain
+            gain = 0.0 if g is None else _norm(g) / _norm(u)
+            layer = LayerGain(state.name, size, rms, gain)
+            if k and gain > 0:
+                layer.own = previous / gain
+            if not math.isfinite(gain):
                 self.seen.bad_gradient = states[k + 1].name
             self.seen.layers.append(layer)
 
@@ -614,14 +647,17 @@ class Probe:
             seen.unknown.append(
                 "whether branches are detached: other modules run each time"
             )
-        self._find_lost(run, [n for n in run.weights if n not in gradients])
+        lost = [name for name in run.weights if name not in gradients]
+        self._find_lost(run, lost)
         # A gradient of 0 may be due to a first value of 0, but not after all weights are moved.
         later = other.gradients(other.objective(None, None))
         zero = []
         for name, gradient in gradients.items():
-            if not _any(gradient) and not _any(later.get(name)):
+            again = later.get(name)
+            if not gradient.any() and (again is None or not again.any()):
                 zero.append(name)
-        for module, names in _by_module(zero).items():
+        for module, weights in groupby(zero, _module_of):
+            names = list(weights)
             if self._matters(run, names):
                 seen.blocked.append(module or names[0])
 
@@ -629,7 +665,8 @@ class Probe:
         """Judge the weights that have no gradient at all."""
         seen = self.seen
         called = {call.name for call in run.calls} | {""}
-        for module, names in _by_module(lost).items():
+        for module, weights in groupby(lost, _module_of):
+            names = list(weights)
             read = any(id(run.weights[name]) in run.read for name in names)
             if self._matters(run, names):
                 seen.detached.append(module or names[0])
@@ -644,27 +681,26 @@ class Probe:
     def _matters(self, run: ModelRun, names: list[str]) -> bool:
         """True if the output depends on these weights by more than rounding."""
         for scale in NUDGES:
-            moved = ModelRun(self.model, self.x, dict.fromkeys(names, scale))
-            if not _same(run.outputs, moved.outputs, SAME):
+            moved = dict.fromkeys(names, scale)
+            other = ModelRun(self.model, self.x, moved)
+            if not _same(run.outputs, other.outputs, SAME):
                 return True
         return False
 
 
-def _by_module(weights: list[str]) -> dict[str, list[str]]:
-    """The names of weights, by the module that they are in."""
-    modules: dict[str, list[str]] = {}
-    for name in weights:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
-    return modules
+def _module_of(weight: str) -> str:
+    """The name of the module that a weight is in."""
+    return weight.rpartition(".")[0]
 
 
-def _any(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())
+def _norm(tensor: Tensor) -> float:
+    exact = tensor.detach().double()
+    return float(exact.norm())
 
 
 def _first_not_finite(run: ModelRun) -> str:
     """The first module that makes NaN or infinity of finite inputs; a mask may hold -inf."""
-    for call in sorted(run.calls, key=lambda call: call.ended):
+    for call in run.ended:
         if _finite(call.inputs) and not _finite(call.outputs):
             return call.name
     return "" if _finite(run.outputs) else "output"
@@ -682,31 +718,38 @@ def _body(run: ModelRun, states: list[State]) -> int:
     """The index of y_N: the state that enters the last module with parameters."""
     last = len(states) - 1
     for call in reversed(run.calls):
-        if [*call.module.parameters(recurse=False)]:
-            entering = sum(state.time <= call.begun for state in states) - 1
+        weights = list(call.module.parameters(recurse=False))
+        if weights:
+            before = [state for state in states if state.time <= call.begun]
+            entering = len(before) - 1
             return entering if entering > 0 else last
     return last
 
 
 def _same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> bool:
     """True if all tensors are equal, as far as there are pairs, up to a part of their sizes."""
-    for x, y in zip(a, b, strict=False):
+    for first, second in zip(a, b, strict=False):
+        x = first.detach()
+        y = second.detach()
         if x.shape != y.shape:
             return False
-        if torch.equal(x.detach(), y.detach()):
+        if torch.equal(x, y):
             continue
-        difference = (x - y).detach().norm()
-        if not difference <= tolerance * x.detach().norm():
+        difference = (x - y).norm()
+        if not difference <= tolerance * x.norm():
             return False
     return True
 
 
 def _severed(run: ModelRun, moved: ModelRun) -> list[str]:
     """The first module whose input depends on weights, though no gradient leads back to them."""
-    for call, other in zip(run.calls, moved.calls, strict=True):
+    calls = zip(run.calls, moved.calls, strict=True)
+    for call, other in calls:
         pairs = zip(call.inputs, other.inputs, strict=False)
         for x, y in pairs:
-            if not x.requires_grad and not _same([x], [y]):
+            if x.requires_grad:
+                continue
+            if not _same([x], [y]):
                 return [call.name]
     return []
 
@@ -770,7 +813,6 @@ class GradientDoctor(Watcher):
         self.inputs: Any = None
         self.looks: list[Look] = []
         self.diagnoses: list[Diagnosis] = []
-        self.findings: list[Finding] = []
         self.handles.append(
             self.model.register_forward_pre_hook(self._store, with_kwargs=True)
         )
@@ -791,8 +833,7 @@ class GradientDoctor(Watcher):
         for name, size in gradients.items():
             if not math.isfinite(size):
                 text = f"At step {self.steps} the gradient of {name} is not finite."
-                finding = Finding("not finite", name, text)
-                self._tell(finding)
+                self._warn_of(Finding("not finite", name, text))
                 return
         ready = self.share > 0 and self.inputs is not None
         if ready and self.affordable(self._expected()):
@@ -802,7 +843,8 @@ class GradientDoctor(Watcher):
         """The seconds that an examination takes: as the last one, or as many steps of training."""
         if self.diagnoses:
             return self.diagnoses[-1].seconds
-        return EXPECTED * (time.perf_counter() - self.start) / self.steps
+        elapsed = time.perf_counter() - self.start
+        return EXPECTED * elapsed / self.steps
 
     def examine(self) -> Diagnosis:
         """Diagnose the model as it is now, at its last inputs."""
@@ -813,18 +855,12 @@ class GradientDoctor(Watcher):
         diagnosis = diagnose(self.model, self.inputs, loss=self.loss)
         self.diagnoses.append(diagnosis)
         for fault in diagnosis.faults:
-            self._tell(fault)
+            self._warn_of(fault)
         return diagnosis
 
-    def _tell(self, finding: Finding) -> None:
-        if self.warn(f"{finding.kind} {finding.layer}", finding.sentence):
-            self.findings.append(finding)
-
-    @property
-    def healthy(self) -> bool:
-        """True if the model was examined, and nothing was found then or in between."""
-        examined = bool(self.diagnoses) and self.diagnoses[-1].healthy
-        return examined and not self.findings
+    def _warn_of(self, finding: Finding) -> None:
+        what = f"{finding.kind} {finding.layer}"
+        self.warn(what, finding.sentence, finding)
 
     def __str__(self) -> str:
         last = "NOT EXAMINED so far: call examine()."

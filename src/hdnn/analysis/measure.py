@@ -33,7 +33,6 @@ from hdnn.networks import HamiltonianUnit, Network
 
 SAME = 1e-6  # relative difference of two ways to compute the same
 HIDDEN = 0.01  # relative: with a larger error bound, nothing can be concluded
-LARGE = 1e100  # entries of a product that are scaled down
 LAYERS = 6  # of images and blocks, at the most
 FEW = 3  # samples of these, at the most
 STEPS = 8  # of Lanczos; if they see a norm below 1, take
@@ -70,70 +69,77 @@ def measure_network(net: Network, call: BlockCall) -> Measured:
     with engine.use(engine="reference", backprop="stored"):
         states = trajectory(net, y)
         result = _measure_matrices(net, states)
-        if result.end is not None:
-            u = random_like(y)
-            gradient = (result.end @ u.unsqueeze(-1)).squeeze(-1)
-            if _differs(net, y, u, states[-1], gradient):
-                result.trouble = CHANGED
+        if result.end is None:
+            return result
+        u = random_like(y)
+        gradient = (result.end @ u.unsqueeze(-1)).squeeze(-1)
+        if _differs(net, y, u, states[-1], gradient):
+            result.trouble = CHANGED
     return result
 
 
 def _measure_matrices(net: Network, states: Tensor) -> Measured:
-    N, B, n = net.layers, *states.shape[1:]
+    N = net.layers
+    B, n = states.shape[1:]
     eps = torch.finfo(states.dtype).eps
-    J = net.field()["J"] if net.symplectic else None
-    size = _factor_sizes(net)
-    P = torch.eye(n, dtype=states.dtype).repeat(B, 1, 1)
-    scale = states.new_zeros(B)  # dy_N/dy_j = P exp(scale)
+    J = None
+    if net.symplectic:
+        J = net.field()["J"]
+    factors = _factor_sizes(net)
+    identity = torch.eye(n, dtype=states.dtype)
+    Phi = identity.repeat(B, 1, 1)
     moved = states.new_zeros(B)
     sizes = states.new_ones(N + 1, B)
     smallest = states.new_ones(N + 1, B)
-    result = Measured(list(range(N + 1)), n, sizes, states.new_zeros(N, B))
+    slack = states.new_zeros(N, B)
+    defects = states.new_zeros(N, B)
+    allowed = states.new_zeros(N, B)
     for j, M in backward_factors(net, states):
-        P, scale = _rescaled(M @ P, scale)
-        values = singular_values(P) * scale.exp()[:, None]
+        Phi = M @ Phi
+        values = singular_values(Phi)
         sizes[j] = values[:, 0]
         smallest[j] = values[:, -1]
         # Layer j moves Phi_j by eps |Phi_{j+1}| |Phi_j^-1| times the size of its factors.
         inverse = smallest[j].clamp_min(eps * sizes[j])
-        moved = moved + size[j] * sizes[j + 1] / inverse
-        result.slack[j] = (4 * n * eps * (1 + moved)).nan_to_num(torch.inf)
+        moved = moved + factors[j] * sizes[j + 1] / inverse
+        slack[j] = 4 * n * eps * (1 + moved)
         if J is not None and J.ndim == 2:
-            _see_symplecticity(result, M, J, 64 * n * eps * size[j])
+            defects[j] = symplectic_defect(M, J)
+            rounding = 64 * n * eps * factors[j]
+            allowed[j] = rounding / norms(M).clamp_min(1.0)
     finite = states.isfinite().all(-1)
-    sizes[:-1, ~finite.all(0)] = torch.nan
-    result.smallest = float(smallest.nan_to_num(torch.inf).min())
+    lost = ~finite.all(0)
+    sizes[:-1, lost] = torch.nan
+    least = smallest.nan_to_num(torch.inf).min()
+    result = Measured(
+        layers=list(range(N + 1)),
+        features=n,
+        norms=sizes,
+        slack=slack.nan_to_num(torch.inf),
+        smallest=float(least),
+    )
+    if J is not None and J.ndim == 2:
+        defects = defects.nan_to_num(0.0)
+        result.defect = float(defects.max())
+        result.symplectic = _within(defects, allowed)
     if bool(sizes.isfinite().all()):
-        result.end = P * scale.exp()[:, None, None]
+        result.end = Phi
     elif bool(finite.all()):
         result.trouble = "norms are beyond the largest float64"
     else:
-        first = int((~finite.all(1)).nonzero()[0])
+        bad = ~finite.all(1)
+        first = int(bad.nonzero()[0])
         result.trouble = f"states are not finite from layer {first} on"
     return result
 
 
-def _see_symplecticity(
-    result: Measured, M: Tensor, J: Tensor, error: Tensor
-) -> None:
-    """Compare the defect of a layer with the rounding of M, which is off by `error`."""
-    defects = symplectic_defect(M, J).nan_to_num(0.0)
-    allowed = error / norms(M).clamp_min(1.0)
-    if result.defect is None:
-        result.symplectic = True
-    result.defect = max(result.defect or 0.0, float(defects.max()))
+def _within(defects: Tensor, allowed: Tensor) -> bool | None:
+    """True if rounding explains all defects; None if it could hide larger ones."""
     if bool((defects > allowed).any()):
-        result.symplectic = False
-    elif result.symplectic and bool((allowed > HIDDEN).any()):
-        result.symplectic = None
-
-
-def _rescaled(P: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The same P exp(scale), with entries of P that are not very large."""
-    largest = P.abs().amax((1, 2))
-    large = (largest > LARGE) & largest.isfinite()
-    factor = largest.where(large, 1.0)
-    return P / factor[:, None, None], scale + factor.log()
+        return False
+    if bool((allowed > HIDDEN).any()):
+        return None
+    return True
 
 
 def _factor_sizes(net: Network) -> Tensor:
@@ -142,13 +148,19 @@ def _factor_sizes(net: Network) -> Tensor:
         return torch.ones(net.layers)
     if net.scheme.halves:
         shears = net.sigma.S * net.shear_norms()
-        return (1 + shears).reshape(-1, net.layers).prod(0)
-    size = 1 + steps_of(net) * net.field_rates()
+        by_layer = (1 + shears).reshape(-1, net.layers)
+        return by_layer.prod(0)
+    steps = steps_of(net)
+    size = 1 + steps * net.field_rates()
     return size**3 if net.implicit else size
 
 
 def _differs(
-    module: Callable[..., Any], y: Tensor, u: Tensor, end: Tensor, grad: Tensor
+    module: Callable[..., Any],
+    y: Tensor,
+    u: Tensor,
+    end: Tensor,
+    grad: Tensor,
 ) -> bool:
     """True if a module's value, or the gradient of its product with u, is another one."""
     with torch.enable_grad():
@@ -161,18 +173,24 @@ def _differs(
         is_state = isinstance(out, Tensor) and out.shape == end.shape
         if not is_state or not out.requires_grad:
             return True
-        (g,) = torch.autograd.grad(out, leaf, u, allow_unused=True)
-    if g is None:
+        (g,) = torch.autograd.grad(
+            out,
+            leaf,
+            u,
+            allow_unused=True,
+        )
+    if g is None or not _close(g, grad):
         return True
-    same = _close(out.detach(), end) and _close(g, grad)
-    return not same
+    return not _close(out.detach(), end)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
     finite = a.isfinite() & b.isfinite()
-    difference = (a - b).where(finite, 0.0).abs().max()
-    size = b.where(finite, 0.0).abs().max()
-    return bool(difference <= SAME * size + 1e-290)
+    a = a.where(finite, 0.0)
+    b = b.where(finite, 0.0)
+    difference = (a - b).abs().max()
+    allowed = SAME * b.abs().max() + 1e-290
+    return bool(difference <= allowed)
 
 
 # Images and blocks of any modules
@@ -203,27 +221,34 @@ def measure_layers(module: Any, call: BlockCall) -> Measured:
         sdpa_kernel(SDPBackend.MATH),
         engine.use(engine="reference", backprop="stored"),
     ):
-        functions = [partial(call.run, layer) for layer in _layers_of(module)]
-        chain = Chain(functions, y)
-        layers = spread(len(functions), LAYERS)
-        sizes = y.new_ones(len(layers) + 1, min(len(y), FEW))
-        rounding = 1e-9 + 100 * _rounding(chain, y)
-        slack = torch.full_like(sizes[:-1], rounding)
-        layers.append(len(functions))
-        result = Measured(layers, y[0].numel(), sizes, slack)
-        result.complete = _measure_chain(chain, y, result, STEPS)
-        below = bool((sizes < 1).any())
-        if below and not result.complete and module.guarantee().holds:
-            result.complete = _measure_chain(chain, y, result, MORE_STEPS)
-        if not bool(sizes.isfinite().all()):
-            result.trouble = "a state or a derivative is not finite"
-        elif rounding > HIDDEN:
-            result.trouble = "its modules compute in too coarse a precision"
-        elif _chain_differs(module, call, chain, y):
-            result.trouble = CHANGED
-        if getattr(module, "symplectic", False):
-            result.defect = _block_defect(chain, y, module.dim)
-            result.symplectic = result.defect <= rounding
+        return _measure_chain(module, call, y)
+
+
+def _measure_chain(module: Any, call: BlockCall, y: Tensor) -> Measured:
+    functions = [partial(call.run, layer) for layer in _layers_of(module)]
+    chain = Chain(functions, y)
+    layers = spread(len(functions), LAYERS)
+    sizes = y.new_ones(len(layers) + 1, min(len(y), FEW))
+    rounding = 1e-9 + 100 * _rounding(chain, y)
+    result = Measured(
+        layers=[*layers, len(functions)],
+        features=y[0].numel(),
+        norms=sizes,
+        slack=torch.full_like(sizes[:-1], rounding),
+    )
+    _measure_norms(chain, y, result, STEPS)
+    below = bool((sizes < 1).any())
+    if below and not result.complete and module.guarantee().holds:
+        _measure_norms(chain, y, result, MORE_STEPS)
+    if not bool(sizes.isfinite().all()):
+        result.trouble = "a state or a derivative is not finite"
+    elif rounding > HIDDEN:
+        result.trouble = "its modules compute in too coarse a precision"
+    elif _chain_differs(module, call, chain, y):
+        result.trouble = CHANGED
+    if getattr(module, "symplectic", False):
+        result.defect = _block_defect(chain, y, module.dim)
+        result.symplectic = result.defect <= rounding
     return result
 
 
@@ -234,19 +259,19 @@ def _layers_of(module: Any) -> list[Any]:
     return list(module) if hasattr(module, "__len__") else [module]
 
 
-def _measure_chain(
+def _measure_norms(
     chain: Chain, y: Tensor, result: Measured, steps: int
-) -> bool:
-    """Fill in the largest singular values; True if all are exact up to rounding."""
-    complete = True
+) -> None:
+    """Fill in the norms, and whether all are exact up to rounding."""
+    result.complete = True
     for column, i in enumerate(spread(len(y), FEW)):
         start = torch.zeros_like(y)
         start[i] = random_like(y[i])
         for row, j in enumerate(result.layers[:-1]):
-            ritz = chain.extremes(start, j, steps)
-            result.norms[row, column] = ritz.largest
-            complete = complete and ritz.complete
-    return complete
+            norm, exact = chain.norm(start, j, steps)
+            result.norms[row, column] = norm
+            if not exact:
+                result.complete = False
 
 
 def _chain_differs(
@@ -271,8 +296,9 @@ def _rounding(chain: Chain, y: Tensor) -> float:
     u = random_like(y)
     v = chain.backwards(u)
     square = float(v.square().sum())
-    product = float((u * chain.forwards(v)).sum())
-    return abs(product - square) / max(square, 1e-300)
+    products = u * chain.forwards(v)
+    difference = float(products.sum()) - square
+    return abs(difference) / max(square, 1e-300)
 
 
 def _block_defect(chain: Chain, y: Tensor, dim: int) -> float:
@@ -280,7 +306,8 @@ def _block_defect(chain: Chain, y: Tensor, dim: int) -> float:
     u = random_like(y)
     u = u / u.norm()
     v = chain.backwards(u)
-    difference = chain.forwards(_turned(v, dim)) - _turned(u, dim)
+    turned = chain.forwards(_turned(v, dim))
+    difference = turned - _turned(u, dim)
     size = max(1.0, float(v.norm()) ** 2)
     return float(difference.norm()) / size
 
@@ -288,4 +315,5 @@ def _block_defect(chain: Chain, y: Tensor, dim: int) -> float:
 def _turned(v: Tensor, dim: int) -> Tensor:
     """J v for the canonical J."""
     p, q = v.chunk(2, dim)
-    return torch.cat([-q, p], dim)
+    halves = [-q, p]
+    return torch.cat(halves, dim)

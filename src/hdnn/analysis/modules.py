@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -28,21 +27,28 @@ def copied(module: Module) -> Module:
                 # PyTorch does not copy these.
                 computed[id(value)] = value.detach().clone()
     twin = copy.deepcopy(module, computed)
-    # PyTorch does not copy the hooks of parameters.
     pairs = zip(module.parameters(), twin.parameters(), strict=True)
     for old, new in pairs:
-        if not new.requires_grad:
-            continue
-        for hook in (old._backward_hooks or {}).values():
-            new.register_hook(hook)
-        for hook in (old._post_accumulate_grad_hooks or {}).values():
-            new.register_post_accumulate_grad_hook(hook)
+        if new.requires_grad:
+            _copy_hooks(old, new)
     return twin
+
+
+def _copy_hooks(old: Tensor, new: Tensor) -> None:
+    """PyTorch does not copy the hooks of parameters."""
+    hooks = old._backward_hooks or {}
+    for hook in hooks.values():
+        new.register_hook(hook)
+    hooks = old._post_accumulate_grad_hooks or {}
+    for hook in hooks.values():
+        new.register_post_accumulate_grad_hook(hook)
 
 
 def exact(module: Module) -> Module:
     """A copy in float64 on the CPU, in evaluation mode."""
-    return copied(module).to("cpu", torch.float64).eval()
+    twin = copied(module)
+    twin = twin.to("cpu", torch.float64)
+    return twin.eval()
 
 
 def unwrapped(model: Any) -> Any:
@@ -109,31 +115,38 @@ def state_rows(y: Any, width: int) -> Tensor:
         raise ShapeError(
             f"y must be a tensor (*batch, {width}), but got {shape}."
         )
-    return exact_tensor(check_finite(y)).reshape(-1, width)
+    check_finite(y)
+    return exact_tensor(y).reshape(-1, width)
 
 
-def check_finite(y: Tensor) -> Tensor:
+def check_finite(y: Tensor) -> None:
+    """Refuse states with NaN or infinity in them."""
     if not bool(y.isfinite().all()):
         raise DataError("y has NaN or infinite values; remove or replace them.")
-    return y
 
 
 def exact_tensor(value: Tensor) -> Tensor:
     """A copy on the CPU, in float64 if it is a floating-point tensor."""
-    dtype = torch.float64 if value.is_floating_point() else value.dtype
-    return value.detach().clone().to("cpu", dtype)
+    dtype = value.dtype
+    if value.is_floating_point():
+        dtype = torch.float64
+    copied_value = value.detach().clone()
+    return copied_value.to("cpu", dtype)
 
 
 def spread(count: int, most: int) -> list[int]:
     """At most so many of 0 .. count - 1, evenly spread, with the first and the last."""
     places = torch.linspace(0, count - 1, min(count, most))
-    return places.round().long().tolist()
+    nearest = places.round().long()
+    return nearest.tolist()
 
 
 def random_like(tensor: Tensor) -> Tensor:
     """Random numbers, the same ones for every tensor of this shape."""
-    generator = torch.Generator().manual_seed(tensor.numel())
-    return torch.randn(tensor.shape, generator=generator).to(tensor)
+    generator = torch.Generator()
+    generator.manual_seed(tensor.numel())
+    numbers = torch.randn(tensor.shape, generator=generator)
+    return numbers.to(tensor)
 
 
 class Result:
@@ -143,22 +156,17 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values for JSON; a number that is not finite is None."""
-        return _plain(self)
+        text = json.dumps(self, default=_values)
+        return json.loads(text, parse_constant=lambda _: None)
 
     def to_json(self) -> str:
         """One JSON object."""
-        return json.dumps(self.to_dict(), indent=2)
+        values = self.to_dict()
+        return json.dumps(values, indent=2)
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        names = [field.name for field in fields(value)]
-        names += getattr(value, "derived", ())
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+def _values(result: Any) -> dict[str, Any]:
+    """The fields of a dataclass, and what it lists as derived."""
+    names = [field.name for field in fields(result)]
+    names += getattr(result, "derived", ())
+    return {name: getattr(result, name) for name in names}

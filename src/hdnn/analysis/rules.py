@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
+import torch
+from torch.distributions import Binomial
+
 from hdnn.analysis.modules import Result
 
 VANISHED = 1e-4
@@ -197,13 +200,11 @@ def _is_dead(a: ActivationCount) -> bool:
 
 
 def _tail(n: int, k: int, p: float) -> float:
-    """The chance of k or more of n, by a normal distribution where n is large."""
-    if n > 1000:
-        spread = math.sqrt(max(2 * n * p * (1 - p), 1e-300))
-        return 0.5 * math.erfc((k - 0.5 - n * p) / spread)
-    return sum(
-        math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1)
-    )
+    """The chance of k or more of n."""
+    counts = torch.arange(k, n + 1, dtype=torch.float64)
+    probability = torch.tensor(p, dtype=torch.float64)
+    chances = Binomial(n, probability).log_prob(counts).exp()
+    return float(chances.sum())
 
 
 def saturated(seen: Examination) -> Iterator[Finding]:

@@ -6,7 +6,8 @@ of the c-th entry of y by the a-th of x, the transpose of a Jacobian.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,12 @@ from hdnn.errors import OptionError, ShapeError, choose
 from hdnn.networks import Network
 
 MEMORY = 2**28  # bytes for the matrices of layers that are computed together
-ORDERS: dict[str, Any] = {"2": 2, "1": 1, "inf": float("inf"), "fro": "fro"}
+ORDERS: dict[str, Any] = {
+    "2": 2,
+    "1": 1,
+    "inf": float("inf"),
+    "fro": "fro",
+}
 
 
 @torch.no_grad()
@@ -40,15 +46,15 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
     states = trajectory(net, y)
     matrices = net.layer_jacobians(states)
     finite = states.isfinite().all(-1)
-    both = finite[:-1] & finite[1:]
-    matrices = matrices.where(both[..., None, None], torch.nan)
+    before = finite[:-1]
+    after = finite[1:]
+    both = (before & after)[..., None, None]
+    matrices = matrices.where(both, torch.nan)
     return matrices.reshape(net.layers, *y.shape, net.features)
 
 
 @torch.no_grad()
-def backward_sensitivity(
-    net: Network, y: Tensor, *, layers: Iterable[int] | None = None
-) -> Tensor:
+def backward_sensitivity(net: Network, y: Tensor) -> Tensor:
     """The backward sensitivity matrices dy_N/dy_j for every sample and layer (eq:BSM).
 
     One pass back by the layers' closed-form Jacobians, `dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1}`.
@@ -57,15 +63,13 @@ def backward_sensitivity(
     Args:
         net: a network; of a `Model`, its net.
         y: states `(*batch, n)`; those of a `Model` are `model.embed(x)`.
-        layers: the j to compute, by default 0 .. N.
 
     Returns:
-        Matrices `(N+1, *batch, n, n)`, or `(len(layers), *batch, n, n)`; NaN for a sample whose
-        states do not stay finite.
+        Matrices `(N+1, *batch, n, n)`; NaN for a sample whose states do not stay finite.
 
     Raises:
         OptionError: if net is not a network.
-        ShapeError: if y does not fit the network, or if it has no such layer.
+        ShapeError: if y does not fit the network.
 
     Examples:
         >>> import hdnn, torch
@@ -77,19 +81,18 @@ def backward_sensitivity(
         True
     """
     states = trajectory(net, y)
-    chosen = chosen_layers(layers, net.layers)
-    finite = states.isfinite().all(-1).all(0)[:, None, None]
-    n = net.features
-    Phi = torch.eye(n, dtype=states.dtype, device=states.device)
-    Phi = Phi.repeat(states.shape[1], 1, 1)
-    by_layer = {net.layers: Phi}
-    low = min(chosen, default=net.layers)
-    for j, M in backward_factors(net, states, low=low):
+    finite = states.isfinite().all(-1).all(0)
+    samples, n = states.shape[1:]
+    identity = torch.eye(n, dtype=states.dtype, device=states.device)
+    Phi = identity.repeat(samples, 1, 1)
+    by_layer = [Phi]
+    for _, M in backward_factors(net, states):
         Phi = M @ Phi
-        if j in chosen:
-            by_layer[j] = Phi.where(finite, torch.nan)
-    result = torch.stack([by_layer[j] for j in chosen])
-    return result.reshape(len(chosen), *y.shape, n)
+        by_layer.append(Phi)
+    by_layer.reverse()
+    result = torch.stack(by_layer)
+    result[:-1, ~finite] = torch.nan
+    return result.reshape(-1, *y.shape, n)
 
 
 def trajectory(net: Network, y: Tensor) -> Tensor:
@@ -99,33 +102,28 @@ def trajectory(net: Network, y: Tensor) -> Tensor:
             f"a network of hdnn is needed, but got {type(net).__name__}; "
             "of a Model, give model.net and model.embed(x)."
         )
-    return net.trajectory(y).reshape(net.layers + 1, -1, net.features)
+    states = net.trajectory(y)
+    return states.reshape(net.layers + 1, -1, net.features)
 
 
 def backward_factors(
-    net: Network, states: Tensor, *, low: int = 0
+    net: Network, states: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """(j, dy_{j+1}/dy_j) for j = N-1 .. low, (B, n, n) each, a few layers at a time."""
+    """(j, dy_{j+1}/dy_j) for j = N-1 .. 0, (B, n, n) each, a few layers at a time."""
     B, n = states.shape[1:]
-    bytes_a_layer = 4 * max(1, B * n * n) * states.element_size()
+    entries = max(1, B * n * n)
+    bytes_a_layer = 4 * entries * states.element_size()
     size = max(1, MEMORY // bytes_a_layer)
-    for high in range(net.layers, low, -size):
-        first = max(low, high - size)
-        layers = slice(first, high)
-        matrices = net.layer_jacobians(states[first : high + 1], layers)
-        for j in range(high - 1, first - 1, -1):
-            yield j, matrices[j - first]
-
-
-def chosen_layers(layers: Iterable[int] | None, last: int) -> list[int]:
-    """The layers to compute, by default 0 .. last."""
-    chosen = list(range(last + 1) if layers is None else layers)
-    for j in chosen:
-        if not isinstance(j, int) or not 0 <= j <= last:
-            raise ShapeError(
-                f"layers must be whole numbers in 0 .. {last}, but got {j!r}."
-            )
-    return chosen
+    layers = list(range(net.layers))
+    while layers:
+        group = layers[-size:]
+        del layers[-size:]
+        low = group[0]
+        high = group[-1] + 1
+        these = states[low : high + 1]
+        matrices = net.layer_jacobians(these, slice(low, high))
+        for j in reversed(group):
+            yield j, matrices[j - low]
 
 
 def steps_of(net: Any) -> Tensor:
@@ -156,15 +154,14 @@ def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
         >>> hdnn.analysis.norms(torch.diag(torch.tensor([3.0, 4.0])), "fro")
         tensor(5.)
     """
-    name = f"{ord:g}" if isinstance(ord, float) else str(ord)
+    name = str(ord).removesuffix(".0")
     order = ORDERS[choose("ord", name, ORDERS)]
-
-    def size(A: Tensor) -> Tensor:
-        return torch.linalg.matrix_norm(A, order)
-
+    size = partial(torch.linalg.matrix_norm, ord=order)
     sizes, finite = _of_finite(Phi, size)
-    unknown = Phi.isnan().flatten(-2).any(-1)
-    return sizes.where(finite, torch.inf).where(~unknown, torch.nan)
+    missing = Phi.isnan().flatten(-2)
+    unknown = missing.any(-1)
+    sizes = sizes.where(finite, torch.inf)
+    return sizes.where(~unknown, torch.nan)
 
 
 def singular_values(Phi: Tensor) -> Tensor:
@@ -182,7 +179,7 @@ def singular_values(Phi: Tensor) -> Tensor:
         tensor([4., 3.])
     """
     values, finite = _of_finite(Phi, torch.linalg.svdvals)
-    return values.where(finite[..., None], torch.nan)
+    return values.where(finite.unsqueeze(-1), torch.nan)
 
 
 def _of_finite(
@@ -194,10 +191,13 @@ def _of_finite(
             f"Phi must be matrices (..., n, n), but got {tuple(Phi.shape)}."
         )
     # There are no decompositions in half precision.
-    work = torch.promote_types(Phi.dtype, torch.float32)
+    dtype = torch.promote_types(Phi.dtype, torch.float32)
     finite = Phi.isfinite().flatten(-2).all(-1)
-    matrices = Phi.to(work).where(finite[..., None, None], 0.0)
-    return function(matrices).to(Phi.dtype), finite
+    mask = finite[..., None, None]
+    matrices = Phi.to(dtype)
+    matrices = matrices.where(mask, 0.0)
+    result = function(matrices)
+    return result.to(Phi.dtype), finite
 
 
 # Symplecticity: lem:numerical_flow
@@ -222,17 +222,20 @@ def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
         >>> bool((hdnn.analysis.symplectic_defect(Phi, net.field()["J"]) < 1e-5).all())
         True
     """
-    if J.ndim != 2 or Phi.shape[-2:] != J.shape:
+    needed = tuple(Phi.shape[-2:])
+    if tuple(J.shape) != needed:
         raise ShapeError(
-            f"J has shape {tuple(J.shape)}, but one matrix {tuple(Phi.shape[-2:])} is needed."
+            f"J has shape {tuple(J.shape)}, but one matrix {needed} is needed."
         )
     tiny = torch.finfo(Phi.dtype).tiny
-    size = norms(Phi).clamp_min(tiny)[..., None, None]
+    sizes = norms(Phi).clamp_min(tiny)
+    size = sizes[..., None, None]
     unit_J = J / norms(J).clamp_min(tiny)
     # Divided first, so that no square is too large.
     P = Phi / size
-    defect = P.mT @ unit_J @ P - unit_J / size / size
-    return norms(defect)
+    product = P.mT @ unit_J @ P
+    expected = unit_J / size / size
+    return norms(product - expected)
 
 
 def is_symplectic(
@@ -255,5 +258,8 @@ def is_symplectic(
         False
     """
     if tolerance is None:
-        tolerance = 64 * Phi.shape[-1] * torch.finfo(Phi.dtype).eps
-    return bool((symplectic_defect(Phi, J) <= tolerance).all())
+        n = Phi.shape[-1]
+        eps = torch.finfo(Phi.dtype).eps
+        tolerance = 64 * n * eps
+    defects = symplectic_defect(Phi, J)
+    return bool((defects <= tolerance).all())

@@ -51,7 +51,8 @@ class Watcher:
         self.last = 0  # the step of the last look
         self.spent = 0.0
         self.start = time.perf_counter()
-        self.warned: list[str] = []
+        self.warned: set[str] = set()
+        self.findings: list[Any] = []
         self.handles: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -92,15 +93,15 @@ class Watcher:
         training = time.perf_counter() - self.start - self.spent
         return self.spent + seconds <= self.share * training
 
-    def warn(self, what: str, text: str) -> bool:
-        """Warn of something for the first time."""
+    def warn(self, what: str, text: str, finding: Any = None) -> None:
+        """Warn of something for the first time, and add it to the findings."""
         if what in self.warned:
-            return False
-        self.warned.append(what)
+            return
+        self.warned.add(what)
+        self.findings.append(finding or text)
         warnings.warn(
             f"step {self.steps}: {text}", GradientWarning, stacklevel=4
         )
-        return True
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,6 @@ class GradientMonitor(Watcher):
             : positive_int("samples", samples)
         ]
         self.records: list[Record] = []
-        self.findings: list[str] = []
 
     def __call__(self, moment: Any) -> None:
         """As a callback of `hdnn.training.fit`."""
@@ -216,28 +216,24 @@ class GradientMonitor(Watcher):
         largest = enumerate(record.largest[:-1])
         large = [j for j, norm in largest if norm > EXPLODED]
         if small:
-            self._say(
+            self.warn(
                 "vanish",
                 f"gradients vanish: half of the samples have less than {VANISHED:g} of the "
                 f"gradient left from layer {max(small)} down; H2 and its relatives cannot do that.",
             )
         if record.missing:
-            self._say(
+            self.warn(
                 "missing",
                 f"the gradients of {record.missing} of {len(self.x)} samples cannot be computed: "
                 "states or weights are not finite.",
             )
         elif large:
-            self._say(
+            self.warn(
                 "explode",
                 f"gradients explode: they grow by {max(record.largest[:-1]):.2g} on the way back, "
                 f"by more than {EXPLODED:g} from layer {max(large)} down; use a smaller step h or "
                 "smaller weights.",
             )
-
-    def _say(self, what: str, text: str) -> None:
-        if self.warn(what, text):
-            self.findings.append(text)
 
     def table(self, name: str = "smallest") -> Tensor:
         """One of the recorded norms as (records, N+1): smallest, median, largest or of_mean."""
