@@ -67,19 +67,16 @@ class HiddenLayers:
 
     def forward(self, y_0: Tensor) -> Tensor:
         """y_N (B, n) of a minibatch."""
-        plan = None
-        forces: Any = ()
-        if self.direct:
-            with torch.set_grad_enabled(not self.turned):
-                forces = self.net.forces()
-            if self.turned:
-                forces[0].V.requires_grad_()
-            plan = self.plans.get(len(y_0)) or self._plan(y_0, forces)
-        if plan is None or plan.stack is None or plan.convert:
+        plan = self.plans.get(len(y_0))
+        if plan is None:
             y = self.net(y_0)
             self.last = (y,)
             return y.detach()
-        tensors = [plan.h]
+        with torch.set_grad_enabled(not self.turned):
+            forces = self.net.forces()
+        if self.turned:
+            forces[0].V.requires_grad_()
+        tensors: list[Any] = [plan.h]
         for force in forces:
             tensors += [t if t is None else t.contiguous() for t in force]
         with torch.no_grad():
@@ -87,16 +84,19 @@ class HiddenLayers:
         self.last = (plan.kernel, y_0, saved, tensors)
         return y
 
-    def _plan(self, y_0: Tensor, forces: Any) -> Plan:
+    def prepare(self, y_0: Tensor) -> None:
+        """Plan how one kernel runs minibatches of this size, where one does."""
+        if not self.direct:
+            return
         net = self.net
+        forces = net.forces()
         engine = None if net.engine == "auto" else net.engine
         backprop = None if net.backprop == "auto" else net.backprop
         call = Call(net.scheme, y_0, forces, net.h, net.sigma, False)
         plan = Plan(current(engine, backprop), call)
-        if plan.stack is not None:
+        if plan.stack is not None and not plan.convert:
             plan.kernel = method(plan.stack, *plan.how)
-        self.plans[len(y_0)] = plan
-        return plan
+            self.plans[len(y_0)] = plan
 
     def backward(self, g: Tensor) -> None:
         """Add to the gradients of all parameters, from that of y_N."""

@@ -330,7 +330,7 @@ class _ImageTraining:
         if saved is None:
             return
         checkpoint.restore(
-            saved, self.model, self.optimizer, None, self.callbacks
+            saved, self.model, self.optimizer
         )
         for (
             p,
@@ -344,8 +344,8 @@ class _ImageTraining:
     def save(self, place: Path | None) -> None:
         if place is None:
             return
-        parts = (self.model, self.optimizer, None, self.callbacks)
         values = {"history": asdict(self.history)}
+        parts = (self.model, self.optimizer)
         checkpoint.write(place, self.key, values, {}, *parts)
 
 
