@@ -48,8 +48,10 @@ def launch(values: Mapping[str, Any]) -> dict[str, Any]:
             f"many with --parts, such as --parts {os.cpu_count()}."
         )
     restarts = values.get("restarts", 0)
+    if run.complete and "resume" in values:
+        return run.metrics()
     start = partial(distributed.launch, processes=parts, restarts=restarts)
-    return train(config, run, values, partial(GraphJob, start))
+    return train(GraphJob(start, config), run, values)
 
 
 def join(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,9 +64,11 @@ def join(values: Mapping[str, Any]) -> dict[str, Any]:
             "several processes need a file for each node: write them by "
             "hdnn.distributed.write_nodes, and give their folder as --data."
         )
-    if rank == 0:
-        return train(config, run, values, partial(GraphJob, distributed.train))
+    if run.complete and "resume" in values:
+        return run.metrics() if rank == 0 else {}
     job = GraphJob(distributed.train, config)
+    if rank == 0:
+        return train(job, run, values)
     return job.start(job.graph, config.data, **job.options(run.training_folder))
 
 

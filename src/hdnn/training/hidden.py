@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hdnn.engine.run import Call, Plan, method
 from hdnn.engine.settings import current
-from hdnn.networks import HamiltonianNet, Network
+from hdnn.networks import Network
 
 HOOKS = (
     "_forward_hooks",
@@ -40,16 +40,8 @@ class HiddenLayers:
         hooked = any(getattr(o, name, None) for o in owners for name in HOOKS)
         plain = getattr(net.forward, "__func__", None) is Network.forward
         constant = isinstance(getattr(net, "h", None), float)
-        self.direct = (
-            plain and constant and not hooked and bool(net.scheme.moves)
-        )
-        # V = K J^T of H1, whose gradient goes to K without autograd.
-        self.turned = (
-            isinstance(net, HamiltonianNet)
-            and net.forward_euler
-            and not net.linked
-            and isinstance(net.stacks()[0], nn.Parameter)
-        )
+        simple = plain and constant and not hooked
+        self.direct = simple and bool(net.scheme.moves)
         self.plans: dict[int, Plan] = {}  # by number of samples
         self.last: tuple[Any, ...] = ()  # the last forward pass
         self.has_smoothness = hasattr(net, "smoothness") and hasattr(net, "h")
@@ -72,12 +64,8 @@ class HiddenLayers:
             y = self.net(y_0)
             self.last = (y,)
             return y.detach()
-        with torch.set_grad_enabled(not self.turned):
-            forces = self.net.forces()
-        if self.turned:
-            forces[0].V.requires_grad_()
         tensors: list[Any] = [plan.h]
-        for force in forces:
+        for force in self.net.forces():
             tensors += [t if t is None else t.contiguous() for t in force]
         with torch.no_grad():
             y, saved = plan.kernel.forward(y_0, tuple(tensors))
@@ -108,9 +96,6 @@ class HiddenLayers:
             gradients = kernel.backward(
                 y_0, saved, g.contiguous(), tuple(tensors)
             )
-        if self.turned:
-            self._turn_back(*gradients[2:])
-            gradients[4] = None
         computed = []
         theirs = []
         for t, gradient in zip(tensors, gradients[1:], strict=True):
@@ -123,14 +108,6 @@ class HiddenLayers:
                 theirs.append(gradient)
         if computed:
             torch.autograd.backward(computed, theirs)
-
-    def _turn_back(self, g_K: Tensor, _: Tensor, g_V: Tensor) -> None:
-        """Add to the gradient of K = (K_p, K_q) that of V = (-K_q, K_p)."""
-        m = g_K.shape[-1] // 2
-        to = numbers(g_K)
-        of = numbers(g_V)
-        to[..., m:] -= of[..., :m]
-        to[..., :m] += of[..., m:]
 
     def add_smoothness(self, alpha: float) -> None:
         """Add the gradient of alpha R_K, the differences between neighbouring layers."""

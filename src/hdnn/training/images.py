@@ -329,9 +329,7 @@ class _ImageTraining:
         saved = checkpoint.read(place, self.key)
         if saved is None:
             return
-        checkpoint.restore(
-            saved, self.model, self.optimizer
-        )
+        checkpoint.restore(saved, self.model, self.optimizer)
         for (
             p,
             slots,
