@@ -328,11 +328,7 @@ def load_points(name: str, seed: int) -> Data:
     from hdnn.data import tables
 
     points = planar.load(name, seed=seed)
-    plain = {
-        "kind": "number",
-        "gaps": False,
-        "fill": 0.0,
-    }
+    plain = {"kind": "number", "gaps": False, "fill": 0.0}
     plain |= {"center": 0.0, "scale": 1.0}
     encoder = tables.Encoder([{"name": x, **plain} for x in ("x1", "x2")])
     target = tables.Target("class", "classification", ["0", "1"])
