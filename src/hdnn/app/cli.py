@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from inspect import Parameter, Signature
@@ -150,11 +149,6 @@ def next_steps() -> str:
         "hdnn train --data FILE.csv --target COLUMN": "train on your own table",
         "hdnn --help": "see all commands",
     }
-    if shutil.which("hdnn") is None:
-        activate = Path(sys.executable).with_name("activate")
-        if activate.is_relative_to(Path.cwd()):
-            activate = activate.relative_to(Path.cwd())
-        steps = {f"source {activate}": "make hdnn a command", **steps}
     if Path(TUTORIAL).is_file():
         steps[TUTORIAL] = "read the tutorial"
     else:

@@ -34,7 +34,6 @@ TRAINING = (  # options of a config that `hdnn.distributed.train` takes
     *("network", "layers", "activation", "epochs", "batch", "learning_rate"),
     *("weight_decay", "solver", "ridge", "smoothness", "seed"),
 )
-MOST_PROCESSES = 32  # on one machine, unless --parts says otherwise
 
 
 def launch(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,11 +41,6 @@ def launch(values: Mapping[str, Any]) -> dict[str, Any]:
     config, run = plan(values)
     nodes = Graph.of(config.graph or {}).nodes
     parts = values.get("parts", nodes)
-    if parts == nodes > MOST_PROCESSES:
-        raise OptionError(
-            f"{nodes} processes, one for each node, may be too many for this machine; say how "
-            f"many with --parts, such as --parts {os.cpu_count()}."
-        )
     restarts = values.get("restarts", 0)
     if run.complete and "resume" in values:
         return run.metrics()

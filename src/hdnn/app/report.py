@@ -72,7 +72,8 @@ class RunOnPage:
             caption = PICTURES.get(path.stem, path.stem)
             content = base64.b64encode(path.read_bytes())
             self.pictures[caption] = content.decode()
-        self.certificate: dict[str, Any] = self.metrics.get("certificate") or {}
+        certificate = self.metrics.get("certificate")
+        self.certificate: dict[str, Any] = certificate or {}
         measures = [k for k in TESTED if self.metrics.get(k) is not None]
         self.measure = measures[0] if measures else ""
         rows = score_rows(self.metrics)
@@ -83,7 +84,9 @@ class RunOnPage:
     def score(self) -> str:
         """The score on test rows that compares runs."""
         name = self.measure
-        return score_text(name, self.metrics[name]) if name else ""
+        if not name:
+            return ""
+        return score_text(name, self.metrics[name])
 
     @property
     def baseline(self) -> str:
