@@ -37,7 +37,10 @@ class HiddenLayers:
     def __init__(self, net: Any) -> None:
         self.net = net
         owners = [net, *net.parameters()]
-        hooked = any(getattr(o, name, None) for o in owners for name in HOOKS)
+        hooked = False
+        for owner in owners:
+            for name in HOOKS:
+                hooked |= bool(getattr(owner, name, None))
         plain = getattr(net.forward, "__func__", None) is Network.forward
         constant = isinstance(getattr(net, "h", None), float)
         simple = plain and constant and not hooked
@@ -180,12 +183,15 @@ class Adam:
         self.v *= 0.999
         self.v += g
         root = self.v**0.5
-        root *= (1 - 0.999**self.count) ** -0.5
+        second = 1 - 0.999**self.count
+        root *= second**-0.5
         root += 1e-8
         move = self.m / root
-        move *= rate / (1 - 0.9**self.count)
+        first = 1 - 0.9**self.count
+        move *= rate / first
         for values, place in zip(self.values, self.places, strict=True):
-            values -= move[place].reshape(values.shape)
+            change = move[place]
+            values -= change.reshape(values.shape)
         return norm
 
     def state_dict(self) -> dict[str, Any]:
