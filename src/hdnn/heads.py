@@ -434,7 +434,7 @@ class Model(nn.Module):
         Raises:
             ShapeError: if x is no tensor of that shape, in the dtype of the weights.
         """
-        return self.head(self.features(x))
+        return self.head(self.net(self.embed(x)))
 
     def loss(self, x: Tensor, t: Tensor) -> Tensor:
         """The head's own loss, a tensor of one number.

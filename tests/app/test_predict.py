@@ -136,7 +136,8 @@ def test_a_spreadsheet_runs_nothing_of_a_prediction(folder):
     ["=1", "+1+1", "-cmd|x", "@sum", "\tx", "\rx", "\r=x", " =1", "＝1+1", "-"],  # noqa: RUF001
 )
 def test_no_cell_and_no_heading_is_a_formula(name):
-    result = {"target": name, "predictions": [name], "spread": [-3.5]}
+    chances = {"x": [-3.5]}
+    result = {"target": name, "predictions": [name], "probabilities": chances}
     heading, cells = csv.reader(
         text_io.StringIO(predict.csv_text(result), newline="")
     )
@@ -149,30 +150,6 @@ def test_numbers_and_harmless_names_stay_as_they_are(name):
     result = {"target": "y", "predictions": [name]}
     rows = list(csv.reader(predict.csv_text(result).splitlines()))
     assert rows == [["y"], [name]]
-
-
-def test_several_seeds_predict_their_mean(folder):
-    result = json.loads(
-        run(
-            folder,
-            "predict",
-            "--run",
-            "runs/values",
-            "--data",
-            "table.csv",
-            "--json",
-        )
-    )
-    each = []
-    for seed in (0, 1):
-        place = f"runs/values/seed-{seed}"
-        answer = run(
-            folder, "predict", "--run", place, "--data", "table.csv", "--json"
-        )
-        each.append(json.loads(answer)["predictions"])
-    assert np.allclose(result["predictions"], np.mean(each, 0))
-    assert np.allclose(result["spread"], np.std(each, 0, ddof=1))
-    assert result["r2"] > 0.8
 
 
 def test_rows_without_the_target_are_predicted_without_a_score(folder):
@@ -282,7 +259,6 @@ def test_the_report_shows_every_run_and_escapes_names(folder):
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert page.count("<section") == 5
-    assert "Over seeds" in page
     assert "data:image/png;base64" in page
     assert "always answering" in page
     assert "Confusion table" in page

@@ -95,7 +95,6 @@ def small(monkeypatch):
         "MOVED",
         {"double_moons": {"copies": 1, "moved": 0.1, "starts": 1}},
     )
-    monkeypatch.setattr(planar, "TRIED", (0.8, 1.2))
 
 
 def test_table_one_is_written_as_json_and_as_a_page(
@@ -109,18 +108,17 @@ def test_table_one_is_written_as_json_and_as_a_page(
         str(tmp_path / "runs"),
         "--seeds",
         "1",
-        "--tries",
-        "1",
     ]
     monkeypatch.setitem(planar.PAPER, "epochs", 1)
     assert experiments.main("table-planar", [*options, "--processes", "1"]) == 0
     result = json.loads((tmp_path / "table-planar.json").read_text())
-    assert result["command"] == (
-        "hdnn reproduce table-planar --seeds 1 --tries 1"
-    )
+    assert result["command"] == "hdnn reproduce table-planar --seeds 1"
     assert set(result["recipes"]) == {"paper", "ours"}
     assert len(result["recipes"]["ours"]) == 5
+    for row in result["recipes"]["paper"]:
+        assert row["T"] == 0.8  # as published, not searched
     page = (tmp_path / "table-planar.md").read_text()
+    assert "0.8 for the double moons" in page
     assert "means at or above the paper's" in page
     assert page in capsys.readouterr().out
 

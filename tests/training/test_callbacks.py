@@ -91,31 +91,6 @@ def test_early_stopping_says_what_it_cannot_watch():
         fit(model_for(), *points(), callbacks=[early], progress=False)
 
 
-def test_a_callback_with_a_state_is_resumed(tmp_path):
-    class Counter:
-        def __init__(self):
-            self.count = 0
-            self.last = torch.zeros(1)
-
-        def __call__(self, moment):
-            self.count += 1
-            self.last = torch.tensor([moment.loss])
-
-        def state_dict(self):
-            return {"count": self.count, "last": self.last}
-
-        def load_state_dict(self, values):
-            self.count = values["count"]
-            self.last = values["last"]
-
-    options = {"epochs": 3, "batch": 25, "folder": tmp_path, "progress": False}
-    first, second = Counter(), Counter()
-    fit(model_for(), *points(), callbacks=[first], **options)
-    fit(model_for(), *points(), callbacks=[second], resume=True, **options)
-    assert second.count == first.count == 6
-    assert torch.equal(second.last, first.last)
-
-
 def test_implicit_layers_stay_well_posed():
     for callbacks, limit in (([], 0.95), ([WellPosed(0.5)], 0.5)):
         model = model_for(hdnn.ImplicitH2, T=6.0)

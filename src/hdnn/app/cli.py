@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from inspect import Parameter, Signature
@@ -150,11 +149,6 @@ def next_steps() -> str:
         "hdnn train --data FILE.csv --target COLUMN": "train on your own table",
         "hdnn --help": "see all commands",
     }
-    if shutil.which("hdnn") is None:
-        activate = Path(sys.executable).with_name("activate")
-        if activate.is_relative_to(Path.cwd()):
-            activate = activate.relative_to(Path.cwd())
-        steps = {f"source {activate}": "make hdnn a command", **steps}
     if Path(TUTORIAL).is_file():
         steps[TUTORIAL] = "read the tutorial"
     else:
@@ -202,7 +196,11 @@ def train(**options: Any) -> None:
     else:
         results = []
         for config, run in train.plan(values):
-            results.append(train.train(config, run, values))
+            if run.complete and "resume" in values:
+                results.append(run.metrics())
+                continue
+            job = train.JOBS[type(config)](config)
+            results.append(train.train(job, run, values))
     result = train.summary(results)
     if result:  # of several processes, the first one has it
         show(result, train.text(result), "json" in values)
@@ -237,7 +235,7 @@ def predict(
         str | None,
         Argument(
             metavar="RUN",
-            help="folder of a run, or of several seeds, whose mean is taken",
+            help="folder of a run",
         ),
     ] = None,
     file: Annotated[
@@ -267,7 +265,7 @@ def predict(
             "predict needs a run and a file: hdnn predict RUN FILE.csv."
         )
     place = None if out is None else new_file(out, overwrite)
-    result = predict.run(folder, rows, proba=proba)
+    result = predict.predict(folder, rows, proba=proba)
     csv = predict.csv_text(result)
     if place is not None:
         from hdnn.io import write_atomically
@@ -296,8 +294,7 @@ def certify(
     """Measure the gradients of a trained network. Exit code 1: a guarantee was not confirmed."""
     from hdnn.app import predict
 
-    with predict.waiting(f"measuring at up to {samples} points"):
-        certificate = predict.certify(run, data, samples=samples)
+    certificate = predict.certify(run, data, samples=samples)
     show({"run": run, **certificate.to_dict()}, str(certificate), as_json)
     return 1 if certificate.guaranteed and certificate.status != "holds" else 0
 

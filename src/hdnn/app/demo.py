@@ -24,9 +24,11 @@ def run(options: Mapping[str, Any], *, quiet: bool) -> dict[str, Any]:
     if quiet:
         values["quiet"] = True
     [(config, folder)] = train.plan(values)
-    result = train.train(config, folder, values)
+    options = config.options()
+    h2 = train.Job(PlaneConfig.build(options))
+    result = train.train(h2, folder, values)
     certificate = result["certificate"]
-    rival = PlaneConfig.build({**config.options(), "network": "mlp"})
+    rival = PlaneConfig.build({**options, "network": "mlp"})
     job = train.Job(rival)
     with TemporaryDirectory() as place:
         job.fit(Path(place), not quiet)

@@ -34,7 +34,6 @@ TRAINING = (  # options of a config that `hdnn.distributed.train` takes
     *("network", "layers", "activation", "epochs", "batch", "learning_rate"),
     *("weight_decay", "solver", "ridge", "smoothness", "seed"),
 )
-MOST_PROCESSES = 32  # on one machine, unless --parts says otherwise
 
 
 def launch(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,14 +41,11 @@ def launch(values: Mapping[str, Any]) -> dict[str, Any]:
     config, run = plan(values)
     nodes = Graph.of(config.graph or {}).nodes
     parts = values.get("parts", nodes)
-    if parts == nodes > MOST_PROCESSES:
-        raise OptionError(
-            f"{nodes} processes, one for each node, may be too many for this machine; say how "
-            f"many with --parts, such as --parts {os.cpu_count()}."
-        )
     restarts = values.get("restarts", 0)
+    if run.complete and "resume" in values:
+        return run.metrics()
     start = partial(distributed.launch, processes=parts, restarts=restarts)
-    return train(config, run, values, partial(GraphJob, start))
+    return train(GraphJob(start, config), run, values)
 
 
 def join(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,9 +58,11 @@ def join(values: Mapping[str, Any]) -> dict[str, Any]:
             "several processes need a file for each node: write them by "
             "hdnn.distributed.write_nodes, and give their folder as --data."
         )
-    if rank == 0:
-        return train(config, run, values, partial(GraphJob, distributed.train))
+    if run.complete and "resume" in values:
+        return run.metrics() if rank == 0 else {}
     job = GraphJob(distributed.train, config)
+    if rank == 0:
+        return train(job, run, values)
     return job.start(job.graph, config.data, **job.options(run.training_folder))
 
 

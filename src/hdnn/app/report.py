@@ -9,12 +9,11 @@ from typing import Any
 
 from hdnn import __version__
 from hdnn.app.runs import Run, find_runs
-from hdnn.app.scores import score_rows, score_text, spread
+from hdnn.app.scores import score_rows, score_text
 from hdnn.errors import HDNNError, require
 
 MARK = "<!-- a report of hdnn -->"
 TESTED = ("test_accuracy", "test_r2", "test_rmse")
-ASIDE = ("seed", "device", "out")  # options that say nothing about the problem
 PICTURES = {
     "decision_regions": "Decision regions and test points.",
     "training": "The training, epoch by epoch.",
@@ -50,7 +49,6 @@ def page(folders: Sequence[str]) -> tuple[str, int]:
         version=__version__,
         runs=runs,
         differing=names,
-        groups=groups(runs),
     )
     return text, len(runs)
 
@@ -74,7 +72,8 @@ class RunOnPage:
             caption = PICTURES.get(path.stem, path.stem)
             content = base64.b64encode(path.read_bytes())
             self.pictures[caption] = content.decode()
-        self.certificate: dict[str, Any] = self.metrics.get("certificate") or {}
+        certificate = self.metrics.get("certificate")
+        self.certificate: dict[str, Any] = certificate or {}
         measures = [k for k in TESTED if self.metrics.get(k) is not None]
         self.measure = measures[0] if measures else ""
         rows = score_rows(self.metrics)
@@ -85,7 +84,9 @@ class RunOnPage:
     def score(self) -> str:
         """The score on test rows that compares runs."""
         name = self.measure
-        return score_text(name, self.metrics[name]) if name else ""
+        if not name:
+            return ""
+        return score_text(name, self.metrics[name])
 
     @property
     def baseline(self) -> str:
@@ -102,27 +103,3 @@ def differing(options: Sequence[dict[str, Any]]) -> list[str]:
         for name in values:
             seen[name] = {str(each.get(name, "")) for each in options}
     return [name for name, texts in seen.items() if len(texts) > 1]
-
-
-def groups(runs: Sequence[RunOnPage]) -> list[dict[str, Any]]:
-    """Mean and spread of runs that differ in nothing but their seed."""
-    alike: dict[str, list[RunOnPage]] = {}
-    for run in runs:
-        same = {k: v for k, v in run.options.items() if k not in ASIDE}
-        if run.measure:
-            alike.setdefault(str(same), []).append(run)
-    rows = []
-    for first, *others in alike.values():
-        if not others:
-            continue
-        name = first.measure
-        values = [run.metrics[name] for run in (first, *others)]
-        row = {
-            "runs": f"{Path(first.name).name} and {len(others)} more",
-            "measure": name,
-            "simplest answer": first.baseline,
-        }
-        for fact, value in spread(values).items():
-            row[fact] = score_text(name, value)
-        rows.append(row)
-    return rows

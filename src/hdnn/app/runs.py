@@ -23,7 +23,6 @@ FILES = re.compile(
     r"config\.toml|metrics\.json|model\.safetensors|\w+\.png|\..+\.tmp"
 )
 FOLDERS = ("training",)
-SEED = re.compile(r"seed-\d+")
 
 
 class Run:
@@ -165,18 +164,6 @@ class Run:
                     self.folder.rmdir()
                 raise
             shutil.rmtree(self.training_folder, ignore_errors=True)
-
-
-def members(folder: str | os.PathLike[str]) -> list[Run]:
-    """The run in a folder, or the runs of several seeds in it."""
-    run = Run(folder)
-    if run.exists or not run.folder.is_dir():
-        return [run]
-    seeds = [path for path in run.folder.iterdir() if SEED.fullmatch(path.name)]
-    runs = [
-        Run(path) for path in sorted(seeds, key=lambda path: int(path.name[5:]))
-    ]
-    return [each for each in runs if each.exists] or [run]
 
 
 def find_runs(folders: Sequence[str]) -> list[Run]:

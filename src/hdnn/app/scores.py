@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +22,10 @@ MORE = "more rows, or columns that say more about the target"
 def outputs(model: Any, x: Tensor) -> np.ndarray:
     """Probabilities (rows, classes) of a classifier, or values (rows,) of a regression."""
     model.eval()
-    rows = x.to(next(model.parameters()).dtype)
-    scores = torch.cat([*map(model, rows.split(CHUNK))]).double().cpu()
+    parameter = next(model.parameters())
+    rows = x.to(parameter.dtype)
+    chunks = [model(chunk) for chunk in rows.split(CHUNK)]
+    scores = torch.cat(chunks).double().cpu()
     head: Any = getattr(model, "head", None)
     if isinstance(head, RegressionHead):
         return scores[:, 0].numpy()
@@ -46,11 +49,13 @@ def evaluate(
         common: the most frequent label of the training rows, or their mean value.
     """
     if not classes:
-        errors = answers - truth
-        spread = float(((truth - truth.mean()) ** 2).sum())
-        rmse = float(np.sqrt((errors**2).mean()))
-        plain = float(np.sqrt(((truth - common) ** 2).mean()))
-        r2 = 1 - float((errors**2).sum()) / spread if spread else float("nan")
+        squares = (answers - truth) ** 2
+        error = float(squares.mean())
+        variance = float(truth.var())
+        r2 = 1 - error / variance if variance else math.nan
+        rmse = math.sqrt(error)
+        deviations = (truth - common) ** 2
+        plain = math.sqrt(float(deviations.mean()))
         text = f"always answering the mean, {common:.4g}, would give an RMSE of {plain:.4g}"
         return {
             "rmse": rmse,
@@ -60,11 +65,13 @@ def evaluate(
             "advice": MORE if rmse >= plain else "",
         }
     chosen = answers.argmax(1)
-    counts = np.zeros((len(classes), len(classes)), int)
+    count = len(classes)
+    counts = np.zeros((count, count), int)
     np.add.at(counts, (truth, chosen), 1)
-    accuracy = float((chosen == truth).mean())
+    right = chosen == truth
+    accuracy = float(right.mean())
     plain = float((truth == common).mean())
-    missed = np.flatnonzero((counts.sum(0) == 0) & (counts.sum(1) > 0)).tolist()
+    missed = sorted({*truth.tolist()} - {*chosen.tolist()})
     advice = MORE if accuracy <= plain else ""
     if missed:
         advice = f"--class-weight balanced in training; {MORE}"
@@ -82,18 +89,23 @@ def score_text(name: str, value: float) -> str:
     """A score with as many digits as people read; nothing below 100% is shown as 100%."""
     if not name.endswith("accuracy"):
         return f"{value:.4g}"
-    return f"{min(value, 0.9999) if value < 1 else 1:.2%}"
+    if value < 1:
+        value = min(value, 0.9999)
+    return f"{value:.2%}"
 
 
 def score_rows(result: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """The score, what is easy, which classes are never predicted, and what to try."""
     rows = {}
     for name in ("accuracy", "rmse", "r2"):
-        if result.get(prefix + name) is not None:
-            label = (prefix + name).replace("_", " ")
-            rows[label] = score_text(name, result[prefix + name])
-            if "baseline" in result and len(rows) == 1:
-                rows[label] += f" ({result['baseline']})"
+        value = result.get(prefix + name)
+        if value is None:
+            continue
+        text = score_text(name, value)
+        if "baseline" in result and not rows:
+            text += f" ({result['baseline']})"
+        label = (prefix + name).replace("_", " ")
+        rows[label] = text
     never = result.get("never_predicted", [])
     if never:
         rows["never predicted"] = ", ".join(never[:MOST_NAMES])

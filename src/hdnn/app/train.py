@@ -133,23 +133,17 @@ def check_folders(runs: list[Run], options: Mapping[str, Any]) -> None:
             run.check_free()
 
 
-def train(
-    config: Config, run: Run, values: Mapping[str, Any], job_of: Any = None
-) -> dict[str, Any]:
-    """Train, certify and write one run; a complete one that is resumed stays as it is.
+def train(job: Job, run: Run, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Train, certify and write one run.
 
     Args:
-        config: the options of the training.
+        job: the training.
         run: its folder.
         values: options of the command: resume, overwrite, quiet, json.
-        job_of: makes the job of a config; by default for its kind of data.
     """
-    resume = "resume" in values
-    if resume and run.complete:
-        return run.metrics()
     start = time.perf_counter()
-    job = (job_of or JOBS[type(config)])(config)
     options = job.config.options()
+    resume = "resume" in values
     overwrite = "overwrite" in values
     with run.opened(options, resume=resume, overwrite=overwrite):
         quiet = "quiet" in values or "json" in values
@@ -334,11 +328,7 @@ def load_points(name: str, seed: int) -> Data:
     from hdnn.data import tables
 
     points = planar.load(name, seed=seed)
-    plain = {
-        "kind": "number",
-        "gaps": False,
-        "fill": 0.0,
-    }
+    plain = {"kind": "number", "gaps": False, "fill": 0.0}
     plain |= {"center": 0.0, "scale": 1.0}
     encoder = tables.Encoder([{"name": x, **plain} for x in ("x1", "x2")])
     target = tables.Target("class", "classification", ["0", "1"])
@@ -430,8 +420,9 @@ class TableJob(Job):
         self.data = load_table(config)
         self.estimator = estimator(config, self.data.target.classes)
         labels = self.data.truth(self.data.parts["train"][1])
-        rows, choice = self.estimator._prepare(self.data.source, labels)
-        self.rows = rows
+        rows = self.estimator._begin(self.data.source, labels, None)
+        choice = self.estimator._choose(rows)
+        self.rows = self.estimator._model_for(rows, choice)
         self.choice = choice
         self.model = self.estimator.model_
         self.data.project(self.estimator.encoder_.directions)

@@ -78,8 +78,7 @@ def run(name: str, experiment: Experiment, argv: list[str]) -> int:
     text = file.with_suffix(".md")
     io.write_json(numbers, facts)
     io.write_atomically(text, page)
-    shown = numbers if options.json else text
-    print(shown.read_text(encoding="utf-8"))
+    print(page)
     return 0
 
 
@@ -89,9 +88,6 @@ def _parse(name: str, experiment: Experiment, argv: list[str]) -> Any:
     parser = argparse.ArgumentParser(command, description=experiment.about)
     parser.add_argument("--out", type=Path, default=Path("runs/reproduced"))
     parser.add_argument("--runs", type=Path, default=Path("runs") / name)
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON"
-    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     for option, default in experiment.defaults.items():
         kind: dict[str, Any] = {"type": type(default)}
@@ -104,7 +100,8 @@ def _parse(name: str, experiment: Experiment, argv: list[str]) -> Any:
         value = getattr(options, option)
         if value != default:
             words.append(f"--{option}")
-            words += map(str, value if isinstance(value, list) else [value])
+            values = value if isinstance(value, list) else [value]
+            words += map(str, values)
     options.name = name
     options.command = shlex.join(words)
     return options
@@ -227,7 +224,8 @@ def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
     for row in rows:
         paper = row["paper"]
         strictly += reached(row[what], paper)
-        rounded += reached(row[what], ROUNDED if paper == 100 else paper)
+        meant = ROUNDED if paper == 100 else paper
+        rounded += reached(row[what], meant)
     text = f"{strictly} of {len(rows)} {what}s at or above the paper's"
     if rounded > strictly:
         text += f" ({rounded} within rounding)"
@@ -243,8 +241,9 @@ def grid(
     for row in rows:
         name = row[column]
         columns[name] = f"{{{name}}}"
-        mark = "**" if reached(row[what], row["paper"]) else ""
-        text = f"{mark}{spread(row)}{mark} {extremes(row)} [{row['paper']:g}]"
+        paper = row["paper"]
+        mark = "**" if reached(row[what], paper) else ""
+        text = f"{mark}{spread(row)}{mark} {extremes(row)} [{paper:g}]"
         if "T" in row:
             text += f", {row['T']:.2g}"
         if row.get("failed"):
@@ -281,5 +280,8 @@ def save_figure(figure: Any, options: Any, suffix: str = "") -> str:
 
 def machine(device: str) -> str:
     """The device of a training, and its PyTorch."""
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
-    return f"{name} with PyTorch {torch.__version__.partition('+')[0]}"
+    name = "CPU"
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name()
+    version = torch.__version__.partition("+")[0]
+    return f"{name} with PyTorch {version}"

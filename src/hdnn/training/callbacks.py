@@ -1,7 +1,6 @@
 """The history of a training, and callbacks of `fit`: called with a `Moment` after each step.
 
-A callback that returns True ends the training. One with `state_dict` and `load_state_dict` is kept
-in the checkpoint, and restored when a training is resumed with the same callbacks.
+A callback that returns True ends the training.
 """
 
 from __future__ import annotations

@@ -68,14 +68,8 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
             total.update(b"none")
         else:
             total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            total.update(
-                tensor.detach()
-                .cpu()
-                .contiguous()
-                .view(torch.uint8)
-                .numpy()
-                .data
-            )
+            values = tensor.detach().cpu().contiguous()
+            total.update(values.view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
@@ -87,36 +81,21 @@ def write(
     model: nn.Module,
     optimizer: Any,
     generator: torch.Generator | None = None,
-    callbacks: Iterable[object] = (),
 ) -> None:
-    """Write weights, optimiser, random state, plain values and callbacks, all or nothing.
+    """Write weights, optimiser, random state and plain values, all or nothing.
 
     `identity` must be the same when the training is resumed; `groups` are further tensors.
     """
-    tensors = {
-        f"model.{name}": tensor for name, tensor in model.state_dict().items()
-    }
-    for group, members in groups.items():
-        tensors |= {
-            f"{group}.{name}": tensor for name, tensor in members.items()
-        }
+    tensors = {}
+    for group, members in {**groups, "model": model.state_dict()}.items():
+        for name, tensor in members.items():
+            tensors[f"{group}.{name}"] = tensor
     for index, slots in optimizer.state_dict()["state"].items():
         for name, value in slots.items():
             tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
     if generator is not None:
         tensors["generator.state"] = generator.get_state()
-    states = {}
-    for key, callback in _with_state(callbacks).items():
-        states[key] = {}
-        for name, value in callback.state_dict().items():
-            if isinstance(value, Tensor):
-                tensors[f"{key}.{name}"] = value
-            else:
-                states[key][name] = value
-    metadata = {
-        "identity": dict(identity),
-        "values": {**values, "callbacks": states},
-    }
+    metadata = {"identity": dict(identity), "values": dict(values)}
     io.save_tensors(place / NAME, tensors, metadata)
 
 
@@ -147,7 +126,6 @@ def restore(
     model: nn.Module,
     optimizer: Any,
     generator: torch.Generator | None = None,
-    callbacks: Iterable[object] = (),
 ) -> None:
     """Put a saved training back into its parts."""
     model.load_state_dict(saved.group("model"))
@@ -158,16 +136,3 @@ def restore(
     optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
     if generator is not None:
         generator.set_state(saved.tensors["generator.state"])
-    for key, callback in _with_state(callbacks).items():
-        state = saved.values["callbacks"].get(key)
-        if state is not None:
-            callback.load_state_dict({**state, **saved.group(key)})
-
-
-def _with_state(callbacks: Iterable[object]) -> dict[str, Any]:
-    """Callbacks that have a state, by class and position."""
-    members = {}
-    for position, callback in enumerate(callbacks):
-        if hasattr(callback, "state_dict"):
-            members[f"{type(callback).__name__}-{position}"] = callback
-    return members

@@ -47,7 +47,6 @@ from hdnn.training.output import (
     features,
     weights_of,
 )
-from hdnn.training.parallel import Group
 from hdnn.training.recipes import cosine, rate_factor
 
 SAVE_EVERY = 2.0  # seconds between checkpoints
@@ -136,7 +135,6 @@ def fit(
     folder: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
-    group: Group | None = None,
     **options: Any,
 ) -> History:
     """Train a model in place, by coordinate descent between its output layer and its hidden layers.
@@ -157,8 +155,6 @@ def fit(
             very same result, on the same machine.
         resume: go on with the training in `folder`, or begin there if it is empty.
         progress: show one line while a person waits at a terminal.
-        group: the processes that share this training: `hdnn.training.DataParallel()` under
-            torchrun.
         **options: the fields of `Options`.
 
     Returns:
@@ -185,23 +181,18 @@ def fit(
     if validation is not None:
         held_out = [*validation, None][:3]
         check_data(model, *held_out, prefix="validation ")
-    training = _Training(
-        model, (x, t, weight), held_out, settings, callbacks, group or Group()
-    )
-    small = (
-        settings.batch * model.net.features <= SMALL and x.device.type == "cpu"
-    )
+    training = _Training(model, (x, t, weight), held_out, settings, callbacks)
+    size = settings.batch * model.net.features
     with ExitStack() as stack:
-        place = None
-        if training.group.first:
-            place = checkpoint.open_folder(folder, resume, stack)
-        if small:
+        place = checkpoint.open_folder(folder, resume, stack)
+        if size <= SMALL and x.device.type == "cpu":
             stack.enter_context(one_thread())
-        line = (
-            stack.enter_context(Progress("epoch", settings.epochs))
-            if progress
-            else None
-        )
+        line = None
+        if progress:
+            line = stack.enter_context(Progress("epoch", settings.epochs))
+        batches = training.y_0.split(settings.batch)
+        for rows in (batches[0], batches[-1]):  # the last one is smaller
+            training.layers.prepare(rows)
         return training.run(place, line)
 
 
@@ -215,12 +206,10 @@ class _Training:
         held_out: Sequence[Any] | None,
         options: Options,
         callbacks: Iterable[Callback],
-        group: Group,
     ) -> None:
         self.model = model
         self.head: Any = model.head
         self.options = options
-        self.group = group
         self.data = data
         self.y_0, self.t, self.weight = self._embedded(data)
         self.held_out = held_out
@@ -344,15 +333,12 @@ class _Training:
         steps = options.epochs * self.batches
         for p in self.trained:
             p.grad = None
-        y = self.group.gather(
-            self.layers.forward(self.group.split(y_0)), len(y_0)
-        )
+        y = self.layers.forward(y_0)
         outcome = self.output.solve((y, t, weight))
         if not math.isfinite(outcome.loss):
             raise self.diverged(epoch, y_0)
         if self.hidden:
-            self.layers.backward(self.group.scatter(outcome.gradient))
-            self.group.reduce(self.hidden)
+            self.layers.backward(outcome.gradient)
         alpha = options.smoothness
         if options.smoothing == "cosine":
             alpha *= cosine(done)
@@ -378,17 +364,11 @@ class _Training:
         answers = [callback(moment) for callback in self.callbacks]
         return any(answers)
 
-    def run_net(self, y_0: Tensor) -> Tensor:
-        """The last states of these samples, of all processes."""
-        return self.group.gather(
-            self.model.net(self.group.split(y_0)), len(y_0)
-        )
-
     def refit(self) -> None:
         """Fit the output layer to all data; the hidden layers stay."""
         if self.options.solver == "joint":
             return
-        y = features(self.run_net, self.y_0)
+        y = features(self.model.net, self.y_0)
         if not bool(y.isfinite().all()):
             raise self.diverged(len(self.history.loss), self.y_0)
         generator = torch.Generator().manual_seed(self.options.seed)
@@ -401,7 +381,8 @@ class _Training:
         y_0, t, weight = validation
         before = weights_of(self.head)
         self.refit()
-        scores = evaluate(self.head, (features(self.run_net, y_0), t, weight))
+        y = features(self.model.net, y_0)
+        scores = evaluate(self.head, (y, t, weight))
         history = self.history
         history.validation_loss.append(scores.loss)
         history.validation_score.append(scores.score)
@@ -455,45 +436,30 @@ class _Training:
             **asdict(self.options),
             "data": checkpoint.digest(rows),
             "model": repr(self.model),
-            "processes": self.group.size,
         }
 
     def open(self, place: Path | None) -> None:
-        """Go on with the training in the folder, if there is one; all processes start alike."""
-        state = checkpoint.Saved({}, {})
-        if place is not None:
-            self.key = self.identity()
-            state = checkpoint.read(place, self.key) or state
-        state = self.group.broadcast(state)
-        if state.values:
-            checkpoint.restore(
-                state,
-                self.model,
-                self.optimizer,
-                self.generator,
-                self.callbacks,
-            )
-            self.history = History(**state.values["history"])
-            self.finished = state.values["finished"]
-            self.best = state.group("best")
-        else:
+        """Go on with the training in the folder, if there is one."""
+        if place is None:
+            return
+        self.key = self.identity()
+        state = checkpoint.read(place, self.key)
+        if state is None:
             self.save(place)  # the weights that the training begins with
-        self.group.share(self.model)
+            return
+        parts = (self.model, self.optimizer, self.generator)
+        checkpoint.restore(state, *parts)
+        self.history = History(**state.values["history"])
+        self.finished = state.values["finished"]
+        self.best = state.group("best")
 
     def save(self, place: Path | None) -> None:
         if place is None:
             return
         values = {"history": asdict(self.history), "finished": self.finished}
-        checkpoint.write(
-            place,
-            self.key,
-            values,
-            {"best": self.best},
-            self.model,
-            self.optimizer,
-            self.generator,
-            self.callbacks,
-        )
+        groups = {"best": self.best}
+        parts = (self.model, self.optimizer, self.generator)
+        checkpoint.write(place, self.key, values, groups, *parts)
 
 
 @contextmanager

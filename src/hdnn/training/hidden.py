@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hdnn.engine.run import Call, Plan, method
 from hdnn.engine.settings import current
-from hdnn.networks import HamiltonianNet, Network
+from hdnn.networks import Network
 
 HOOKS = (
     "_forward_hooks",
@@ -37,19 +37,14 @@ class HiddenLayers:
     def __init__(self, net: Any) -> None:
         self.net = net
         owners = [net, *net.parameters()]
-        hooked = any(getattr(o, name, None) for o in owners for name in HOOKS)
+        hooked = False
+        for owner in owners:
+            for name in HOOKS:
+                hooked |= bool(getattr(owner, name, None))
         plain = getattr(net.forward, "__func__", None) is Network.forward
         constant = isinstance(getattr(net, "h", None), float)
-        self.direct = (
-            plain and constant and not hooked and bool(net.scheme.moves)
-        )
-        # V = K J^T of H1, whose gradient goes to K without autograd.
-        self.turned = (
-            isinstance(net, HamiltonianNet)
-            and net.forward_euler
-            and not net.linked
-            and isinstance(net.stacks()[0], nn.Parameter)
-        )
+        simple = plain and constant and not hooked
+        self.direct = simple and bool(net.scheme.moves)
         self.plans: dict[int, Plan] = {}  # by number of samples
         self.last: tuple[Any, ...] = ()  # the last forward pass
         self.has_smoothness = hasattr(net, "smoothness") and hasattr(net, "h")
@@ -67,36 +62,32 @@ class HiddenLayers:
 
     def forward(self, y_0: Tensor) -> Tensor:
         """y_N (B, n) of a minibatch."""
-        plan = None
-        forces: Any = ()
-        if self.direct:
-            with torch.set_grad_enabled(not self.turned):
-                forces = self.net.forces()
-            if self.turned:
-                forces[0].V.requires_grad_()
-            plan = self.plans.get(len(y_0)) or self._plan(y_0, forces)
-        if plan is None or plan.stack is None or plan.convert:
+        plan = self.plans.get(len(y_0))
+        if plan is None:
             y = self.net(y_0)
             self.last = (y,)
             return y.detach()
-        tensors = [plan.h]
-        for force in forces:
+        tensors: list[Any] = [plan.h]
+        for force in self.net.forces():
             tensors += [t if t is None else t.contiguous() for t in force]
         with torch.no_grad():
             y, saved = plan.kernel.forward(y_0, tuple(tensors))
         self.last = (plan.kernel, y_0, saved, tensors)
         return y
 
-    def _plan(self, y_0: Tensor, forces: Any) -> Plan:
+    def prepare(self, y_0: Tensor) -> None:
+        """Plan how one kernel runs minibatches of this size, where one does."""
+        if not self.direct:
+            return
         net = self.net
+        forces = net.forces()
         engine = None if net.engine == "auto" else net.engine
         backprop = None if net.backprop == "auto" else net.backprop
         call = Call(net.scheme, y_0, forces, net.h, net.sigma, False)
         plan = Plan(current(engine, backprop), call)
-        if plan.stack is not None:
+        if plan.stack is not None and not plan.convert:
             plan.kernel = method(plan.stack, *plan.how)
-        self.plans[len(y_0)] = plan
-        return plan
+            self.plans[len(y_0)] = plan
 
     def backward(self, g: Tensor) -> None:
         """Add to the gradients of all parameters, from that of y_N."""
@@ -108,9 +99,6 @@ class HiddenLayers:
             gradients = kernel.backward(
                 y_0, saved, g.contiguous(), tuple(tensors)
             )
-        if self.turned:
-            self._turn_back(*gradients[2:])
-            gradients[4] = None
         computed = []
         theirs = []
         for t, gradient in zip(tensors, gradients[1:], strict=True):
@@ -123,14 +111,6 @@ class HiddenLayers:
                 theirs.append(gradient)
         if computed:
             torch.autograd.backward(computed, theirs)
-
-    def _turn_back(self, g_K: Tensor, _: Tensor, g_V: Tensor) -> None:
-        """Add to the gradient of K = (K_p, K_q) that of V = (-K_q, K_p)."""
-        m = g_K.shape[-1] // 2
-        to = numbers(g_K)
-        of = numbers(g_V)
-        to[..., m:] -= of[..., :m]
-        to[..., :m] += of[..., m:]
 
     def add_smoothness(self, alpha: float) -> None:
         """Add the gradient of alpha R_K, the differences between neighbouring layers."""
@@ -203,12 +183,15 @@ class Adam:
         self.v *= 0.999
         self.v += g
         root = self.v**0.5
-        root *= (1 - 0.999**self.count) ** -0.5
+        second = 1 - 0.999**self.count
+        root *= second**-0.5
         root += 1e-8
         move = self.m / root
-        move *= rate / (1 - 0.9**self.count)
+        first = 1 - 0.9**self.count
+        move *= rate / first
         for values, place in zip(self.values, self.places, strict=True):
-            values -= move[place].reshape(values.shape)
+            change = move[place]
+            values -= change.reshape(values.shape)
         return norm
 
     def state_dict(self) -> dict[str, Any]:

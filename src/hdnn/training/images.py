@@ -8,6 +8,7 @@ that epoch, so a training can go on after any epoch as if it had never stopped.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -65,11 +66,9 @@ def fit_images(
     start = time.monotonic()
     with ExitStack() as stack:
         place = checkpoint.open_folder(folder, resume, stack)
-        line = (
-            stack.enter_context(Progress("epoch", recipe.epochs))
-            if progress
-            else None
-        )
+        line = None
+        if progress:
+            line = stack.enter_context(Progress("epoch", recipe.epochs))
         training.open(place)
         stop = False
         while (
@@ -101,9 +100,8 @@ class _ImageTraining:
         self.device = next(model.parameters()).device
         self.cuda = self.device.type == "cuda"
         self.data = data.to(self.device)
-        self.batches = (
-            len(data.t_train) // recipe.batch
-        )  # the remainder waits for the next epoch
+        # The remainder waits for the next epoch.
+        self.batches = len(data.t_train) // recipe.batch
         if not self.batches:
             raise OptionError(
                 f"a minibatch of {recipe.batch} images is larger than the set of "
@@ -188,21 +186,13 @@ class _ImageTraining:
 
     def record(self) -> Callable[[], None]:
         """Warm up, then record a step; weights and moments stay as they are."""
-        weights = {
-            name: tensor.clone()
-            for name, tensor in self.model.state_dict().items()
-        }
-        moments = [
-            v.clone()
-            for slots in self.optimizer.state.values()
-            for v in slots.values()
-        ]
+        weights = copy.deepcopy(self.model.state_dict())
+        moments = [value.clone() for value in self.moments()]
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
-        torch.backends.cudnn.benchmark = (
-            True  # pays for a step that is run many times
-        )
+        # Pays for a step that is run many times.
+        torch.backends.cudnn.benchmark = True
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 self.count.zero_()
@@ -212,10 +202,7 @@ class _ImageTraining:
                 self.step()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.model.load_state_dict(weights)
-        slots = [
-            v for slots in self.optimizer.state.values() for v in slots.values()
-        ]
-        for number, value in enumerate(slots):
+        for number, value in enumerate(self.moments()):
             if moments:
                 value.copy_(moments[number])
             else:
@@ -223,6 +210,13 @@ class _ImageTraining:
         self.sums.zero_()
         self.count.zero_()
         return graph.replay
+
+    def moments(self) -> list[Tensor]:
+        """The state of the optimiser."""
+        moments = []
+        for slots in self.optimizer.state.values():
+            moments += slots.values()
+        return moments
 
     def run_epoch(self) -> bool:
         """One pass over the images, then a test; True if a callback ends the training."""
@@ -329,13 +323,9 @@ class _ImageTraining:
         saved = checkpoint.read(place, self.key)
         if saved is None:
             return
-        checkpoint.restore(
-            saved, self.model, self.optimizer, None, self.callbacks
-        )
-        for (
-            p,
-            slots,
-        ) in self.optimizer.state.items():  # in the layout of the weights again
+        checkpoint.restore(saved, self.model, self.optimizer)
+        # In the layout of the weights again.
+        for p, slots in self.optimizer.state.items():
             for name, value in slots.items():
                 if value.shape == p.shape:
                     slots[name] = torch.empty_like(p).copy_(value)
@@ -344,8 +334,8 @@ class _ImageTraining:
     def save(self, place: Path | None) -> None:
         if place is None:
             return
-        parts = (self.model, self.optimizer, None, self.callbacks)
         values = {"history": asdict(self.history)}
+        parts = (self.model, self.optimizer)
         checkpoint.write(place, self.key, values, {}, *parts)
 
 

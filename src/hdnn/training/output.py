@@ -62,7 +62,8 @@ class OutputProblem:
         B = len(y)
         self.softmax = isinstance(head, SoftmaxHead)
         self.regression = isinstance(head, RegressionHead)
-        self.A = np.ones((B, y.shape[1] + 1))
+        n = y.shape[1]
+        self.A = np.ones((B, n + 1))
         self.A[:, :-1] = y.numpy(force=True)
         self.T: Any = t.numpy(force=True)
         if not self.softmax:
@@ -71,7 +72,8 @@ class OutputProblem:
             self.share = np.full((B, 1), 1 / B)
         else:
             weights = weight.numpy(force=True).astype(np.float64)
-            self.share = (weights / weights.sum())[:, None]
+            weights /= weights.sum()
+            self.share = weights[:, None]
 
     def rows(self, index: slice | np.ndarray) -> OutputProblem:
         """The problem of some of the samples."""
@@ -135,13 +137,16 @@ class OutputProblem:
         curvature = curvature * self.share
         blocks = np.zeros((c, d, c, d))
         for i in range(c):
-            scaled = A * curvature[:, i : i + 1]
+            column = curvature[:, i]
+            scaled = A * column[:, None]
             blocks[i, :, i] = A.T @ scaled
-        H = blocks.reshape(c * d, c * d)
+        size = c * d
+        H = blocks.reshape(size, size)
         if self.softmax:  # diag(P) - P P^T
             M = P[:, :, None] * A[:, None, :]
-            M = M.reshape(len(A), c * d)
-            H -= M.T @ (M * self.share)
+            M = M.reshape(-1, size)
+            weighted = M * self.share
+            H -= M.T @ weighted
         return H
 
     def score(self, S: np.ndarray) -> float:
@@ -152,9 +157,12 @@ class OutputProblem:
         if not self.regression:
             right = (S > 0) == (self.T > 0.5)
             return float(np.vdot(self.share, right))
-        mean = (self.T * self.share).sum(0)
-        spread = ((self.T - mean) ** 2 * self.share).sum(0)
-        error = ((self.T - S) ** 2 * self.share).sum(0)
+        weights = self.share[:, 0]
+        mean = weights @ self.T
+        deviation = self.T - mean
+        spread = weights @ deviation**2
+        residual = self.T - S
+        error = weights @ residual**2
         differ = spread > 0
         if not differ.any():
             return math.nan
@@ -221,8 +229,10 @@ class Output:
         m = np.zeros_like(W)  # 10 times the mean of the gradients
         v = np.zeros_like(W)
         for count, problem in enumerate(problems, 1):
-            P = problem.predictions(problem.A @ W.T)
-            g = problem.residual(P).T @ problem.A
+            S = problem.A @ W.T
+            P = problem.predictions(S)
+            residual = problem.residual(P)
+            g = residual.T @ problem.A
             g += self.ridge * W
             m *= 0.9
             m += g
@@ -257,10 +267,12 @@ def newton(
     A = problem.A
     S = A @ W.T
     loss, P = problem.loss(S)
-    value = loss + 0.5 * ridge * np.vdot(W, W)
+    penalty = 0.5 * ridge * np.vdot(W, W)
+    value = loss + penalty
     unit = ridge * np.eye(W.size)
     for _ in range(steps):
-        gradient = problem.residual(P).T @ A
+        residual = problem.residual(P)
+        gradient = residual.T @ A
         gradient += ridge * W
         hessian = problem.hessian(P)
         hessian += unit
@@ -278,7 +290,8 @@ def newton(
             W_new = W - step
             S_new = S - move
             loss, P = problem.loss(S_new)
-            trial = loss + 0.5 * ridge * np.vdot(W_new, W_new)
+            penalty = 0.5 * ridge * np.vdot(W_new, W_new)
+            trial = loss + penalty
             expected = 1e-4 * 0.5**halvings * decrease
             if trial <= value - expected:
                 break
@@ -302,7 +315,8 @@ def evaluate(head: Head, batch: Batch) -> Scores:
 
 def weights_of(head: Head) -> np.ndarray:
     """(W, b) as one matrix (c, n + 1)."""
-    W = np.empty((head.outputs, head.features + 1))
+    shape = (head.outputs, head.features + 1)
+    W = np.empty(shape)
     W[:, :-1] = head.weight.numpy(force=True)
     W[:, -1] = head.bias.numpy(force=True)
     return W
