@@ -89,9 +89,9 @@ class ClosedLoop(nn.Module):
                 f"z must be (*batch, {N}, {p}), but is {tuple(z.shape)}."
             )
         z = z.to(self.controller.K)
-        shape = *z.shape[:-1], self.controller.states
         xi = torch.as_tensor(xi).to(z)
-        return torch.cat([z, xi.expand(shape)], -1)
+        xi = xi.expand(*z.shape[:-1], self.controller.states)
+        return torch.cat([z, xi], -1)
 
     def forward(
         self, y: Tensor, horizons: int = 1, forces: Any = None
@@ -109,7 +109,9 @@ class ClosedLoop(nn.Module):
         Raises:
             ConvergenceError: if a step has no solution that could be found.
         """
-        return self.run(y, horizons * self.controller.steps, forces=forces)[0]
+        steps = horizons * self.controller.steps
+        states, _ = self.run(y, steps, forces=forces)
+        return states
 
     def run(
         self, y: Tensor, steps: int, first: int = 0, forces: Any = None
@@ -130,8 +132,8 @@ class ClosedLoop(nn.Module):
         y = y.to(self.controller.K).reshape(-1, N * n)
         push = self._push(forces, steps, batch)
         states, middles = self._trajectory(system(self), y, steps, first, push)
-        shape = *batch, N, n
-        return states.reshape(-1, *shape), middles.detach().reshape(-1, *shape)
+        shape = -1, *batch, N, n
+        return states.reshape(shape), middles.detach().reshape(shape)
 
     def _trajectory(
         self, substeps: System, y: Tensor, *options
@@ -155,12 +157,15 @@ class ClosedLoop(nn.Module):
         """`h g w` for forces w, as states `(steps, S, N n)`."""
         if forces is None:
             return None
-        plant = self.plant
-        w = torch.as_tensor(forces).to(self.controller.K)
-        w = w.expand(steps, *batch, plant.agents, plant.inputs)
-        moved = self.step * times(plant.g.to(w), w)
-        padded = torch.nn.functional.pad(moved, (0, self.controller.states))
+        w = self._forces(forces, steps, batch)
+        moved = self.step * times(self.plant.g.to(w), w)
+        padded = nn.functional.pad(moved, (0, self.controller.states))
         return padded.reshape(steps, batch.numel(), -1)
+
+    def _forces(self, forces: Any, steps: int, batch: torch.Size) -> Tensor:
+        """Forces for each step and sample, `(steps, *batch, N, m)`."""
+        w = torch.as_tensor(forces).to(self.controller.K)
+        return w.expand(steps, *batch, self.plant.agents, self.plant.inputs)
 
     def energy(self, y: Tensor, t: int | Tensor) -> Tensor:
         """The energy in the states y `(*batch, N, n)` by the weights of step t: `(*batch,)`.
@@ -173,11 +178,13 @@ class ClosedLoop(nn.Module):
 
     def inputs(self, trajectory: Tensor) -> Tensor:
         """The inputs `(steps, *batch, N, m)` of the plants along a trajectory, from step 0 on."""
+        controller = self.controller
         xi = trajectory[:-1, ..., self.plant.states :]
         t = torch.arange(len(xi), device=xi.device)
-        K, _ = self.controller.weights(t, xi.ndim)
-        chords = torch.tanh(self.controller.rows(xi, t))
-        return -times((K @ self.controller.G).mT, chords)
+        K, _ = controller.weights(t, xi.ndim)
+        forces = torch.tanh(controller.rows(xi, t))
+        ports = K @ controller.G
+        return -times(ports.mT, forces)
 
     @torch.no_grad()
     def balance(
@@ -190,8 +197,7 @@ class ClosedLoop(nn.Module):
         steps = horizons * self.controller.steps
         states, middles = self.run(y, steps, forces=forces)
         if forces is not None:
-            shape = steps, *y.shape[:-2], self.plant.agents, self.plant.inputs
-            forces = torch.as_tensor(forces).to(states).expand(shape)
+            forces = self._forces(forces, steps, y.shape[:-2])
         return balance(self, states, middles, forces)
 
     def certify(
@@ -217,10 +223,12 @@ class ClosedLoop(nn.Module):
         R = self.plant.R
         g = self.plant.g
         inverse = torch.linalg.pinv(R, rtol=1e-12, hermitian=True)
-        undamped = (g - R @ inverse @ g).abs()
+        damped = inverse @ g
+        undamped = (g - R @ damped).abs()
         if bool((undamped > 1e-9 * g.abs().amax()).any()):
             return float("inf")
-        return float(torch.linalg.matrix_norm(g.mT @ inverse @ g, 2).amax())
+        gains = torch.linalg.matrix_norm(g.mT @ damped, 2)
+        return float(gains.amax())
 
     def extra_repr(self) -> str:
         return f"step={self.step:g}"

@@ -53,14 +53,16 @@ class LoopProblem:
     collision: float = 0.5
 
     def __post_init__(self) -> None:
-        N = self.loop.plant.agents
-        p = self.loop.plant.states
+        plant = self.loop.plant
+        N = plant.agents
+        c = self.loop.controller.states
         self.z = torch.as_tensor(self.z).detach().double()
         xi = torch.as_tensor(self.xi).detach().double()
-        self.xi = xi.expand(N, self.loop.controller.states)
-        if self.z.shape != (N, p):
+        self.xi = xi.expand(N, c)
+        shape = (N, plant.states)
+        if self.z.shape != shape:
             raise ShapeError(
-                f"z must be {(N, p)}, a row an agent, but is {tuple(self.z.shape)}."
+                f"z must be {shape}, a row an agent, but is {tuple(self.z.shape)}."
             )
         if not callable(self.cost):
             raise OptionError(
@@ -101,10 +103,12 @@ class LoopProblem:
         z = self.z.repeat(count, 1, 1)
         again = torch.arange(count)
         for _ in range(TRIES):
+            moves = self._moves(source, len(again), disc)
+            moves = self.radius * torch.from_numpy(moves)
             z[again] = self.z
-            moves = torch.from_numpy(self._moves(source, len(again), disc))
-            z[again, :, : self.dimensions] += self.radius * moves
-            again = again[self._colliding(z[again])]
+            z[again, :, : self.dimensions] += moves
+            colliding = self._colliding(z[again])
+            again = again[colliding]
             if not len(again):
                 return self.loop.start(z, self.xi)
         raise DataError(
@@ -119,8 +123,10 @@ class LoopProblem:
         if not disc:
             return source.uniform(-1, 1, shape)
         way = source.standard_normal(shape)
-        size = source.uniform(0, 1, (*shape[:2], 1)) ** (1 / shape[2])
-        return size * way / np.linalg.norm(way, axis=-1, keepdims=True)
+        share = source.uniform(0, 1, (*shape[:2], 1))
+        size = share ** (1 / self.dimensions)
+        length = np.linalg.norm(way, axis=-1, keepdims=True)
+        return size * way / length
 
     def _colliding(self, z: Tensor) -> Tensor:
         if not self.collision:
@@ -166,11 +172,13 @@ def crossing(
     z = torch.zeros(12, 4, dtype=torch.float64)
     z[:6, 0] = -3
     z[6:, 0] = 3
-    z[:, 1] = torch.tensor([5.0, 3.0, 1.0, -1.0, -3.0, -5.0]).repeat(2)
+    z[:, 1] = torch.arange(5, -6, -2).repeat(2)
     z[:, 3] = 0.5 * z[:, 1].sign()
     if links == "ring":
-        order = torch.atan2(z[:, 1], z[:, 0]).argsort(stable=True).tolist()
-        links = list(zip(order, order[1:] + order[:1], strict=True))
+        angles = torch.atan2(z[:, 1], z[:, 0])
+        order = angles.argsort(stable=True)
+        following = order.roll(-1)
+        links = torch.stack([order, following], 1).tolist()
     with torch.random.fork_rng(devices=[]):
         controller = Controller(
             12, steps, links=links, dissipation=[0.0, 0.0, 12.0, 12.0]
@@ -180,12 +188,14 @@ def crossing(
     ports = torch.cat([identity, 3 * identity])
     h = horizon / steps
     time = h * torch.arange(steps)
-    push = torch.where(time < SWIRL, -2 * torch.cos(math.pi * time / 6), 0.0)
+    push = -2 * torch.cos(math.pi * time / 6)
+    push = push.where(time < SWIRL, 0.0)
     aside = torch.stack([-z[:, 1], z[:, 0]], 1) / 3
+    pushes = push.view(-1, 1, 1) * aside
     with torch.no_grad():
         controller.K.copy_(springs + normal(12, 4, 4))
         controller.G.copy_(ports + normal(12, 4, 2))
-        controller.b[..., :2].copy_(push.view(-1, 1, 1) * aside)
+        controller.b[..., :2].copy_(pushes)
         controller.C.copy_(normal(*controller.C.shape))
     loop = ClosedLoop(robots(-z[:, :2]), controller, h, engine=engine)
     xi = torch.tensor([0.0, 0.0, 3.0, 3.0])
