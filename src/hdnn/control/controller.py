@@ -52,10 +52,10 @@ class Controller(nn.Module):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
-        N = positive_int("agents", agents)
-        T = positive_int("steps", steps)
-        c = positive_int("states", states)
-        m = positive_int("inputs", inputs)
+        self.agents = N = positive_int("agents", agents)
+        self.steps = T = positive_int("steps", steps)
+        self.states = c = positive_int("states", states)
+        self.inputs = m = positive_int("inputs", inputs)
         self.links = edges(links, N)
         if J is None:
             if c % 2:
@@ -71,8 +71,9 @@ class Controller(nn.Module):
             raise OptionError(
                 "dissipation must be >= 0, for it takes energy away."
             )
+        R = R.detach().expand(N, c)
         self.register_buffer("J", J.detach().double())
-        self.register_buffer("R", R.detach().expand(N, c).clone())
+        self.register_buffer("R", R.clone())
         scale = c**-0.5
         K = scale * torch.randn(N, c, c, dtype=dtype)
         b = torch.zeros(T, N, c, dtype=dtype)
@@ -82,26 +83,6 @@ class Controller(nn.Module):
         self.b = nn.Parameter(b)
         self.G = nn.Parameter(G)
         self.C = nn.Parameter(C)
-
-    @property
-    def agents(self) -> int:
-        """N."""
-        return self.K.shape[1]
-
-    @property
-    def steps(self) -> int:
-        """T."""
-        return self.K.shape[0]
-
-    @property
-    def states(self) -> int:
-        """c."""
-        return self.K.shape[2]
-
-    @property
-    def inputs(self) -> int:
-        """m."""
-        return self.G.shape[2]
 
     def weights(self, t: int | Tensor, axes: int) -> tuple[Tensor, Tensor]:
         """K_t and b_t for states of so many axes; after the horizon the last ones stay.

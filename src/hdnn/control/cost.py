@@ -70,7 +70,8 @@ class Cost:
     def __call__(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         """The cost of a trajectory `(steps + 1, *batch, N, n)` from step 0 on."""
         terms = self.terms(loop, trajectory)
-        return torch.stack([*terms.values()]).sum()
+        values = [*terms.values()]
+        return torch.stack(values).sum()
 
     def terms(self, loop: ClosedLoop, trajectory: Tensor) -> dict[str, Tensor]:
         """The terms of the sum by name, each times its weight; 0 for a weight of 0."""
@@ -91,7 +92,8 @@ class Cost:
         past = torch.arange(len(squares)).to(squares)
         left = loop.step * (loop.controller.steps - past)
         discounts = self.discount ** left.clamp(min=0)
-        return loop.step * (discounts * squares).sum()
+        discounted = discounts * squares
+        return loop.step * discounted.sum()
 
     def _effort(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         inputs = loop.inputs(trajectory)
@@ -102,18 +104,22 @@ class Cost:
         squares = squared_distances(trajectory, dimensions)
         far = self.distance**2
         near = squares[squares < far]  # most pairs are far from each other
-        prices = 1 / (near + 1e-3) - 1 / (far + 1e-3)
-        samples = trajectory.shape[1:-2].numel()
-        return loop.step * prices.sum() / samples
+        at_distance = 1 / (far + 1e-3)
+        prices = 1 / (near + 1e-3) - at_distance
+        batch = trajectory.shape[1:-2]
+        return loop.step * prices.sum() / batch.numel()
 
     def _smoothness(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
-        K = loop.controller.K.diff(dim=0)
-        b = loop.controller.b.diff(dim=0)
-        return K.square().sum() + b.square().sum()
+        controller = loop.controller
+        dK = controller.K.diff(dim=0)
+        db = controller.b.diff(dim=0)
+        moved = db.square().sum()
+        return moved + dK.square().sum()
 
     def _end(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         last_step = len(trajectory) - 2
-        return loop.energy(trajectory[-1], last_step).mean()
+        energy = loop.energy(trajectory[-1], last_step)
+        return energy.mean()
 
 
 def collisions(
@@ -139,14 +145,15 @@ def collisions(
         (tensor([False]), tensor([True]))
     """
     squares = squared_distances(trajectory, dimensions)
-    apart = (squares >= distance**2).all(-1)
-    return ~apart.all(0)
+    apart = squares >= distance**2
+    return ~apart.all(-1).all(0)
 
 
 def _mean_squares(x: Tensor) -> Tensor:
     """The squared norms of `(steps, *batch, N, m)`, a mean over samples for each step."""
     squares = x.square().sum((-2, -1))
-    return squares.reshape(len(x), -1).mean(1)
+    samples = squares.reshape(len(x), -1)
+    return samples.mean(1)
 
 
 def squared_distances(y: Tensor, dimensions: int) -> Tensor:
@@ -158,5 +165,7 @@ def squared_distances(y: Tensor, dimensions: int) -> Tensor:
         )
     i, k = torch.triu_indices(N, N, 1, device=y.device)
     q = y[..., :dimensions]
-    apart = q[..., i, :] - q[..., k, :]
+    first = q[..., i, :]
+    second = q[..., k, :]
+    apart = first - second
     return apart.square().sum(-1)

@@ -68,6 +68,10 @@ class Plant(nn.Module):
         super().__init__()
         A = _matrix("A", A, 3)
         N, r, p = A.shape
+        m = g.shape[-1]
+        self.agents = N
+        self.states = p
+        self.inputs = m
         if a is None:
             a = torch.zeros(N, r)
         if weights is None:
@@ -79,7 +83,7 @@ class Plant(nn.Module):
             "A": (A, A.shape),
             "J": (J, square),
             "R": (R, square),
-            "g": (g, (N, p, g.shape[-1])),
+            "g": (g, (N, p, m)),
             "a": (a, (N, r)),
             "weights": (weights, (N, r)),
             "couplings": (couplings, (len(links), p, p)),
@@ -119,24 +123,10 @@ class Plant(nn.Module):
             return self.couplings
         return torch.stack(ordered)
 
-    @property
-    def agents(self) -> int:
-        """N."""
-        return self.A.shape[0]
-
-    @property
-    def states(self) -> int:
-        """p, the states of an agent."""
-        return self.A.shape[2]
-
-    @property
-    def inputs(self) -> int:
-        """m, the inputs of an agent."""
-        return self.g.shape[2]
-
     def rows(self, z: Tensor) -> Tensor:
         """`A z + a` for states `(*batch, N, p)`."""
-        return times(self.A.to(z), z) + self.a.to(z)
+        moved = times(self.A.to(z), z)
+        return moved + self.a.to(z)
 
     def energy(self, z: Tensor) -> Tensor:
         """The energy of all agents together in the states `(*batch, N, p)`: `(*batch,)`."""
@@ -290,7 +280,10 @@ def _chain(
     links, agents, inverse_mass, damping, coupling, spring
 ) -> dict[str, Any]:
     """Arguments of a plant of masses with a position, a momentum and the springs of links."""
-    N = agents or max((max(pair) for pair in links), default=0) + 1
+    if agents is None:
+        last = max((max(pair) for pair in links), default=0)
+        agents = last + 1
+    N = agents
     pairs = edges(links, N)
     starts = [i for i, _ in pairs]
     # The states of springs follow the position and the momentum of the agent they start at.
@@ -335,7 +328,8 @@ def edges(links: Iterable[Edge], agents: int) -> tuple[Edge, ...]:
             raise OptionError(
                 f"links must be pairs of two of the agents 0 .. {agents - 1}, but one is {pair!r}."
             )
-        pairs.add((min(pair), max(pair)))
+        i, k = sorted(ends)
+        pairs.add((i, k))
     groups = colours(sorted(pairs))
     return tuple(chain.from_iterable(groups))
 
@@ -343,13 +337,16 @@ def edges(links: Iterable[Edge], agents: int) -> tuple[Edge, ...]:
 def colours(pairs: Iterable[Edge]) -> list[list[Edge]]:
     """Groups of pairs that share no agent: each pair joins the first group that it fits into."""
     groups: list[list[Edge]] = []
+    agents: list[set[int]] = []
     for pair in pairs:
-        for group in groups:
-            if not any(set(pair) & set(other) for other in group):
+        for group, joined in zip(groups, agents, strict=True):
+            if joined.isdisjoint(pair):
                 group.append(pair)
+                joined.update(pair)
                 break
         else:
             groups.append([pair])
+            agents.append(set(pair))
     return groups
 
 
@@ -398,9 +395,10 @@ def _check_semidefinite(R: Tensor) -> None:
 def _matrix(name: str, value: Any, axes: int) -> Tensor:
     """A tensor of finite numbers, in float64."""
     matrix = torch.as_tensor(value).detach().double()
-    if matrix.ndim != axes or not bool(matrix.isfinite().all()):
+    finite = bool(matrix.isfinite().all())
+    if matrix.ndim != axes or not finite:
+        shape = tuple(matrix.shape)
         raise ShapeError(
-            f"{name} must be finite numbers with {axes} axes, but its shape is "
-            f"{tuple(matrix.shape)}."
+            f"{name} must be finite numbers with {axes} axes, but its shape is {shape}."
         )
     return matrix.clone()

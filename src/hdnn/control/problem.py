@@ -68,7 +68,8 @@ class LoopProblem:
             raise OptionError(
                 f"cost must be a function of loop and trajectory, not {self.cost!r}."
             )
-        if bool(self._colliding(self.z[None]).any()):
+        colliding = self._colliding(self.z[None])
+        if bool(colliding.any()):
             raise DataError(
                 f"agents start in a collision, closer than {self.collision:g}."
             )
@@ -129,9 +130,11 @@ class LoopProblem:
         return size * way / length
 
     def _colliding(self, z: Tensor) -> Tensor:
-        if not self.collision:
-            return torch.zeros(len(z), dtype=torch.bool)
-        return collisions(z[None], self.collision, dimensions=self.dimensions)
+        return collisions(
+            z[None],
+            self.collision,
+            dimensions=self.dimensions,
+        )
 
 
 def crossing(
@@ -167,36 +170,40 @@ def crossing(
     source = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return 0.1 * torch.randn(*shape, generator=source, dtype=torch.float64)
+        drawn = torch.randn(*shape, generator=source, dtype=torch.float64)
+        return 0.1 * drawn
 
     z = torch.zeros(12, 4, dtype=torch.float64)
+    column = torch.arange(5.0, -6.0, -2.0)
     z[:6, 0] = -3
     z[6:, 0] = 3
-    z[:, 1] = torch.arange(5, -6, -2).repeat(2)
+    z[:, 1] = column.repeat(2)
     z[:, 3] = 0.5 * z[:, 1].sign()
+    right, up = z[:, :2].unbind(1)
     if links == "ring":
-        angles = torch.atan2(z[:, 1], z[:, 0])
+        angles = torch.atan2(up, right)
         order = angles.argsort(stable=True)
         following = order.roll(-1)
         links = torch.stack([order, following], 1).tolist()
+    heat = [0.0, 0.0, 12.0, 12.0]
     with torch.random.fork_rng(devices=[]):
-        controller = Controller(
-            12, steps, links=links, dissipation=[0.0, 0.0, 12.0, 12.0]
-        )
+        controller = Controller(12, steps, links=links, dissipation=heat)
     identity = torch.eye(2, dtype=torch.float64)
     springs = torch.block_diag(0.5 * identity, 2 * identity)
     ports = torch.cat([identity, 3 * identity])
     h = horizon / steps
     time = h * torch.arange(steps)
-    push = -2 * torch.cos(math.pi * time / 6)
+    phase = math.pi * time / 6
+    push = -2 * torch.cos(phase)
     push = push.where(time < SWIRL, 0.0)
-    aside = torch.stack([-z[:, 1], z[:, 0]], 1) / 3
+    aside = torch.stack([-up, right], 1) / 3
     pushes = push.view(-1, 1, 1) * aside
     with torch.no_grad():
         controller.K.copy_(springs + normal(12, 4, 4))
         controller.G.copy_(ports + normal(12, 4, 2))
         controller.b[..., :2].copy_(pushes)
         controller.C.copy_(normal(*controller.C.shape))
-    loop = ClosedLoop(robots(-z[:, :2]), controller, h, engine=engine)
+    plant = robots(-z[:, :2])
+    loop = ClosedLoop(plant, controller, h, engine=engine)
     xi = torch.tensor([0.0, 0.0, 3.0, 3.0])
     return LoopProblem(loop, z, xi, cost or Cost())

@@ -58,7 +58,8 @@ class GraphForce(NamedTuple):
         row = 0
         for group in halo.groups:
             nodes, rows, _ = group.shape
-            K = self.K[group.first : group.last].view(group.shape)
+            K = self.K[group.first : group.last]
+            K = K.view(group.shape)
             last = row + nodes * rows
             b = self.b[row:last].view(nodes, 1, rows)
             row = last
@@ -141,7 +142,8 @@ class GraphNetwork(nn.Module):
         """The columns of the state of all nodes that are the own columns."""
         own = self._places(self.plan.nodes)
         if self.scheme.halves:
-            return torch.cat([own, own + self.plan.graph.features // 2])
+            middle = self.plan.graph.features // 2
+            return torch.cat([own, middle + own])
         return own
 
     def forward(self, y: Tensor) -> Tensor:
@@ -153,14 +155,16 @@ class GraphNetwork(nn.Module):
         for half in self.halves:
             K = self.get_parameter(f"K{half}")
             b = self.get_parameter(f"b{half}")
-            forces.append(GraphForce(K, b, self.halo, self.messages))
+            force = GraphForce(K, b, self.halo, self.messages)
+            forces.append(force)
         return schemes.run(self.scheme, y, forces, self.step, self.activation)
 
     def smoothness(self) -> Tensor:
         """The own share of the penalty on differences between neighbouring layers."""
         total = torch.zeros(())
         for weight in self.parameters():
-            total = total + weight.diff(dim=0).square().sum()
+            change = weight.diff(dim=0)
+            total = total + change.square().sum()
         return 0.5 * self.step * total
 
     @torch.no_grad()
@@ -170,8 +174,8 @@ class GraphNetwork(nn.Module):
         K is `gain` times N(0, 1/w), where w is the number of features that a row reads; b is 0.
         """
         for node, weights in self._weights():
-            generator = torch.Generator()
-            generator.manual_seed((seed * 1_000_003 + node) % 2**63)
+            own_seed = (seed * 1_000_003 + node) % 2**63
+            generator = torch.Generator().manual_seed(own_seed)
             for name, weight, _ in weights:
                 drawn = torch.randn(
                     weight.shape,
@@ -248,4 +252,5 @@ class GraphNetwork(nn.Module):
 
     def _places(self, nodes: list[int]) -> Tensor:
         """The places of some nodes in a half of the state of all nodes, or in the whole state."""
-        return self.plan.graph.places(nodes, both=not self.scheme.halves)
+        both = not self.scheme.halves
+        return self.plan.graph.places(nodes, both=both)

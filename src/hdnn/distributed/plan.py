@@ -116,7 +116,8 @@ class Plan:
 
     def width(self, node: int) -> int:
         """The pairs of features of a node and its neighbours in R."""
-        return sum(self.graph.sizes[k] for k in self.graph.R[node])
+        graph = self.graph
+        return sum(graph.sizes[k] for k in graph.R[node])
 
     def name(self, rank: int) -> str:
         """A process in messages: by its nodes."""
@@ -176,13 +177,14 @@ class Halo:
         self.send: dict[int, Tensor] = {}
         for peer in plan.peers:
             first = self.extended
-            for node in sorted(read.get((plan.rank, peer), ())):
+            received = read.get((plan.rank, peer), ())
+            for node in sorted(received):
                 self._add(node)
-            if self.extended > first:
+            if received:
                 self.receive[peer] = first, self.extended
-            sent = sorted(read.get((peer, plan.rank), ()))
+            sent = read.get((peer, plan.rank), ())
             if sent:
-                self.send[peer] = self.index(sent)
+                self.send[peer] = self.index(sorted(sent))
         self.groups = self._groups()
         self.entries = self.groups[-1].last
 
@@ -206,7 +208,8 @@ class Halo:
         graph = self.plan.graph
         alike: dict[tuple[int, int], list[int]] = {}
         for node in self.plan.nodes:
-            shape = (self.height(node), self.scale * self.plan.width(node))
+            width = self.scale * self.plan.width(node)
+            shape = (self.height(node), width)
             alike.setdefault(shape, []).append(node)
         groups = []
         first = 0
