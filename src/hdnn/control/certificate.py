@@ -69,33 +69,37 @@ def balance(
     tanh = activations.get("tanh")
     start = plant.rows(first[..., :p])
     end = plant.rows(second[..., :p])
-    chords = plant.weights.to(states) * implicit.chord(sigma, start, end)
+    chords = implicit.chord(sigma, start, end)
+    chords = plant.weights.to(states) * chords
     f = times(plant.A.mT.to(states), chords)
     start = controller.rows(first[..., p:], t)
     end = controller.rows(second[..., p:], t)
     K, _ = controller.weights(t, states.ndim)
-    f_c = times(K.mT, implicit.chord(tanh, start, end))
-    heat = _total(f * times(plant.R.to(states), f))
-    heat_c = _total(controller.R.to(states) * f_c.square())
-    lost = loop.step * (heat + heat_c)
+    chords = implicit.chord(tanh, start, end)
+    f_c = times(K.mT, chords)
+    heat = f * times(plant.R.to(states), f)
+    heat_c = controller.R.to(states) * f_c.square()
+    lost = loop.step * (_total(heat) + _total(heat_c))
 
     outputs = times(plant.g.mT.to(states), f)
     supplied = torch.zeros_like(lost)
     if forces is not None:
         supplied = loop.step * _total(forces * outputs)
     error = after - before + lost - supplied
-    sizes = _terms(loop, old, t) + _terms(loop, new, t)
-    sizes = sizes + lost + supplied.abs()
+    sizes = lost + supplied.abs()
+    for y in (old, new):
+        sizes = sizes + _terms(loop, y, t)
 
     xi = states[1:-1, ..., p:]
     start = controller.rows(xi, t[:-1])
     end = controller.rows(xi, t[1:])
+    jumps = tanh.integral(end) - tanh.integral(start)
     return Balance(
         before=before,
         after=after,
         lost=lost,
         supplied=supplied,
-        jumps=_total(tanh.integral(end) - tanh.integral(start)),
+        jumps=_total(jumps),
         bounds=_total((end - start).abs()),
         violation=error.abs() / (sizes + 1e-290),
         outputs=outputs,
@@ -157,12 +161,12 @@ class LoopCertificate:
     @property
     def holds(self) -> bool:
         """True if every step kept its balance and took energy away or none, to rounding."""
-        figures = (self.violation, self.dissipated, self.bound, self.raised)
-        if not all(map(math.isfinite, figures)):
-            return False
-        exact = self.violation <= self.rounding
         most = self.bound * (1 + self.rounding) + self.rounding
-        return exact and self.dissipated >= 0 and self.raised <= most
+        return (
+            self.violation <= self.rounding
+            and self.dissipated >= 0
+            and self.raised <= most < math.inf
+        )
 
     def __str__(self) -> str:
         answer = "holds" if self.holds else "does NOT hold"
@@ -184,14 +188,18 @@ class LoopCertificate:
 
 
 def certify(
-    loop: ClosedLoop, y: Tensor, horizons: int, samples: int
+    loop: ClosedLoop,
+    y: Tensor,
+    horizons: int,
+    samples: int,
 ) -> LoopCertificate:
     """As `ClosedLoop.certify`."""
     checked = loop.balance(y, horizons)
     y = y.reshape(-1, *y.shape[-2:])
     smallest = largest = None
     if samples and y[0].numel() <= LARGEST:
-        norms = torch.stack([_norms(loop, state) for state in y[:samples]])
+        each = [_norms(loop, state) for state in y[:samples]]
+        norms = torch.stack(each)
         smallest = float(norms.amin())
         largest = float(norms.amax())
     bounds = checked.bounds.sum(0)
@@ -218,11 +226,14 @@ def _norms(loop: ClosedLoop, y: Tensor) -> Tensor:
     """The spectral norm of dy_T/dy_t for t = 0 .. T - 1, from a copy of y for each row."""
     size = y.numel()
     y = y.detach().to(loop.controller.K)
-    states = [y.repeat(size, 1, 1).requires_grad_()]
+    copies = y.repeat(size, 1, 1)
+    states = [copies.requires_grad_()]
     for t in range(loop.controller.steps):
         trajectory, _ = loop.run(states[-1], 1, t)
         states.append(trajectory[1])
-    rows = torch.eye(size).to(y).view(size, *y.shape)
+    rows = torch.eye(size).to(y)
+    rows = rows.view(size, *y.shape)
     gradients = torch.autograd.grad(states[-1], states[:-1], rows)
-    matrices = torch.stack(gradients).reshape(-1, size, size)
+    matrices = torch.stack(gradients)
+    matrices = matrices.reshape(-1, size, size)
     return torch.linalg.matrix_norm(matrices, 2)

@@ -75,11 +75,13 @@ class Controller(nn.Module):
         self.register_buffer("J", J.detach().double())
         self.register_buffer("R", R.clone())
         scale = c**-0.5
+        E = len(self.links)
         K = scale * torch.randn(N, c, c, dtype=dtype)
+        K = K.repeat(T, 1, 1, 1)
         b = torch.zeros(T, N, c, dtype=dtype)
         G = scale * torch.randn(N, c, m, dtype=dtype)
-        C = 0.1 * torch.randn(len(self.links), c, c, dtype=dtype)
-        self.K = nn.Parameter(K.repeat(T, 1, 1, 1))
+        C = 0.1 * torch.randn(E, c, c, dtype=dtype)
+        self.K = nn.Parameter(K)
         self.b = nn.Parameter(b)
         self.G = nn.Parameter(G)
         self.C = nn.Parameter(C)
@@ -93,9 +95,10 @@ class Controller(nn.Module):
         t = t.clamp(max=self.steps - 1)
         batch = [1] * (axes - 2 - t.ndim)
         lead = [*t.shape, *batch]
-        K = self.K[t].view(*lead, *self.K.shape[1:])
-        b = self.b[t].view(*lead, *self.b.shape[1:])
-        return K, b
+        K = self.K[t]
+        b = self.b[t]
+        N, c = b.shape[-2:]
+        return K.view(*lead, N, c, c), b.view(*lead, N, c)
 
     def rows(self, xi: Tensor, t: int | Tensor) -> Tensor:
         """`K_t xi + b_t` for the states that `weights` tells of."""

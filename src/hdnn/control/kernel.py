@@ -50,7 +50,11 @@ def unsupported_reason(y: Tensor, system: System) -> str | None:
 
 
 def trajectory(
-    system: System, y: Tensor, steps: int, first: int, push: Tensor | None
+    system: System,
+    y: Tensor,
+    steps: int,
+    first: int,
+    push: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """As `System.trajectory`."""
     if push is None:
@@ -71,7 +75,12 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shape, static, y: Tensor, push: Tensor, *weights: Tensor
+        ctx: Any,
+        shape,
+        static,
+        y: Tensor,
+        push: Tensor,
+        *weights: Tensor,
     ):
         steps, ctx.first = shape
         S, D = y.shape
@@ -489,16 +498,19 @@ def _pull(
         e = number if backwards else E - 1 - number  # the last substep first
         y = trace[n, s, e, 0]
         x = trace[n, s, e, 1]
-        _rows(A[t, e], a[t, e], y, z)
-        _chords(linear, A[t, e], a[t, e], x, z, u, value, end, start)
-        _matrix(A[t, e], B[t, e], end, M)
+        A_e = A[t, e]
+        a_e = a[t, e]
+        B_e = B[t, e]
+        _rows(A_e, a_e, y, z)
+        _chords(linear, A_e, a_e, x, z, u, value, end, start)
+        _matrix(A_e, B_e, end, M)
         for i in range(k):
             v[i] = g[index[e, i]]
         _eliminate(M.T, v, k)
         for j in range(r):
             total = 0.0
             for i in range(k):
-                total += B[t, e, i, j] * v[i]
+                total += B_e[i, j] * v[i]
             end[j] *= total
             start[j] *= total
             da[t, e, j] += end[j] + start[j]
@@ -510,7 +522,7 @@ def _pull(
         for j in range(r):
             for i in range(k):
                 dA[t, e, j, i] += end[j] * x[i] + start[j] * y[i]
-                v[i] += A[t, e, j, i] * start[j]
+                v[i] += A_e[j, i] * start[j]
         for i in range(k):
             g[index[e, i]] = v[i]
 

@@ -90,11 +90,15 @@ class ClosedLoop(nn.Module):
             )
         z = z.to(self.controller.K)
         xi = torch.as_tensor(xi).to(z)
-        xi = xi.expand(*z.shape[:-1], self.controller.states)
+        c = self.controller.states
+        xi = xi.expand(*z.shape[:-1], c)
         return torch.cat([z, xi], -1)
 
     def forward(
-        self, y: Tensor, horizons: int = 1, forces: Any = None
+        self,
+        y: Tensor,
+        horizons: int = 1,
+        forces: Any = None,
     ) -> Tensor:
         """All states from y on.
 
@@ -114,7 +118,11 @@ class ClosedLoop(nn.Module):
         return states
 
     def run(
-        self, y: Tensor, steps: int, first: int = 0, forces: Any = None
+        self,
+        y: Tensor,
+        steps: int,
+        first: int = 0,
+        forces: Any = None,
     ) -> tuple[Tensor, Tensor]:
         """States from y at step `first` on, and the states in the middle of each step.
 
@@ -129,14 +137,19 @@ class ClosedLoop(nn.Module):
                 "states of the controllers."
             )
         batch = y.shape[:-2]
-        y = y.to(self.controller.K).reshape(-1, N * n)
+        y = y.to(self.controller.K)
+        y = y.reshape(-1, N * n)
         push = self._push(forces, steps, batch)
         states, middles = self._trajectory(system(self), y, steps, first, push)
         shape = -1, *batch, N, n
-        return states.reshape(shape), middles.detach().reshape(shape)
+        middles = middles.detach()
+        return states.reshape(shape), middles.reshape(shape)
 
     def _trajectory(
-        self, substeps: System, y: Tensor, *options
+        self,
+        substeps: System,
+        y: Tensor,
+        *options,
     ) -> tuple[Tensor, Tensor]:
         engine = self.engine or engines.current().engine
         reason = kernel.unsupported_reason(y, substeps)
@@ -152,20 +165,27 @@ class ClosedLoop(nn.Module):
             return substeps.trajectory(y, *options)
 
     def _push(
-        self, forces: Any, steps: int, batch: torch.Size
+        self,
+        forces: Any,
+        steps: int,
+        batch: torch.Size,
     ) -> Tensor | None:
         """`h g w` for forces w, as states `(steps, S, N n)`."""
         if forces is None:
             return None
         w = self._forces(forces, steps, batch)
-        moved = self.step * times(self.plant.g.to(w), w)
+        g = self.plant.g.to(w)
+        moved = self.step * times(g, w)
         padded = nn.functional.pad(moved, (0, self.controller.states))
         return padded.reshape(steps, batch.numel(), -1)
 
     def _forces(self, forces: Any, steps: int, batch: torch.Size) -> Tensor:
         """Forces for each step and sample, `(steps, *batch, N, m)`."""
-        w = torch.as_tensor(forces).to(self.controller.K)
-        return w.expand(steps, *batch, self.plant.agents, self.plant.inputs)
+        w = torch.as_tensor(forces)
+        w = w.to(self.controller.K)
+        N = self.plant.agents
+        m = self.plant.inputs
+        return w.expand(steps, *batch, N, m)
 
     def energy(self, y: Tensor, t: int | Tensor) -> Tensor:
         """The energy in the states y `(*batch, N, n)` by the weights of step t: `(*batch,)`.
@@ -173,8 +193,10 @@ class ClosedLoop(nn.Module):
         With a tensor of steps `(L,)`, the states are `(L, *batch, N, n)`.
         """
         p = self.plant.states
-        plants = self.plant.energy(y[..., :p])
-        return plants + self.controller.energy(y[..., p:], t)
+        z = y[..., :p]
+        xi = y[..., p:]
+        own = self.plant.energy(z)
+        return own + self.controller.energy(xi, t)
 
     def inputs(self, trajectory: Tensor) -> Tensor:
         """The inputs `(steps, *batch, N, m)` of the plants along a trajectory, from step 0 on."""
@@ -188,7 +210,10 @@ class ClosedLoop(nn.Module):
 
     @torch.no_grad()
     def balance(
-        self, y: Tensor, horizons: int = 1, forces: Any = None
+        self,
+        y: Tensor,
+        horizons: int = 1,
+        forces: Any = None,
     ) -> Balance:
         """The energy before and after every step, and the energy that was dissipated.
 
@@ -201,7 +226,10 @@ class ClosedLoop(nn.Module):
         return balance(self, states, middles, forces)
 
     def certify(
-        self, y: Tensor, horizons: int = 1, samples: int = 2
+        self,
+        y: Tensor,
+        horizons: int = 1,
+        samples: int = 2,
     ) -> LoopCertificate:
         """Check the energy balance from the states y, and the gradients along the horizon.
 
@@ -225,7 +253,8 @@ class ClosedLoop(nn.Module):
         inverse = torch.linalg.pinv(R, rtol=1e-12, hermitian=True)
         damped = inverse @ g
         undamped = (g - R @ damped).abs()
-        if bool((undamped > 1e-9 * g.abs().amax()).any()):
+        rounding = 1e-9 * g.abs().amax()
+        if bool((undamped > rounding).any()):
             return float("inf")
         gains = torch.linalg.matrix_norm(g.mT @ damped, 2)
         return float(gains.amax())

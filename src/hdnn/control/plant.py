@@ -108,7 +108,8 @@ class Plant(nn.Module):
             raise ShapeError(
                 f"activation must be one name or {r} names, but got {activation!r}."
             )
-        self.activation = tuple(activations.get(name).name for name in names)
+        sigmas = map(activations.get, names)
+        self.activation = tuple(sigma.name for sigma in sigmas)
         self.links = edges(links, N)
         self.couplings = self._ordered(links)
 
@@ -142,9 +143,10 @@ class Plant(nn.Module):
         sigma = activations.by_row(self.activation)
         forces = self.weights * sigma(self.rows(z))
         slope = times(self.A.mT, forces)
+        slope = slope.abs().amax(-1)
         size = 1 + self.a.abs().sum(-1)
         size = size * self.A.abs().sum((-2, -1))
-        if bool((slope.abs().amax(-1) > 1e-9 * size).any()):
+        if bool((slope > 1e-9 * size).any()):
             raise OptionError(
                 "the plant has no rest that can be told from its rows, which a cost of its states "
                 "needs; use Cost(state=0)."
@@ -202,9 +204,16 @@ def robots(
     J = canonical(2 * d)
     R = torch.block_diag(zero, damping * identity)
     g = torch.cat([zero, identity])
-    a = torch.cat([-pull * targets, torch.zeros_like(targets)], 1)
-    matrices = [matrix.repeat(N, 1, 1) for matrix in (A, J, R, g)]
-    return Plant(*matrices, a=a)
+    offsets = -pull * targets
+    a = torch.cat([offsets, torch.zeros_like(targets)], 1)
+    same = (N, 1, 1)
+    return Plant(
+        A.repeat(same),
+        J.repeat(same),
+        R.repeat(same),
+        g.repeat(same),
+        a=a,
+    )
 
 
 def oscillators(
@@ -277,7 +286,12 @@ def pendulums(
 
 
 def _chain(
-    links, agents, inverse_mass, damping, coupling, spring
+    links,
+    agents,
+    inverse_mass,
+    damping,
+    coupling,
+    spring,
 ) -> dict[str, Any]:
     """Arguments of a plant of masses with a position, a momentum and the springs of links."""
     if agents is None:
@@ -285,10 +299,13 @@ def _chain(
         agents = last + 1
     N = agents
     pairs = edges(links, N)
-    starts = [i for i, _ in pairs]
-    # The states of springs follow the position and the momentum of the agent they start at.
-    slots = [2 + starts[:e].count(i) for e, i in enumerate(starts)]
-    p = max(slots, default=1) + 1
+    # The springs of an agent come after its position and its momentum.
+    states = [2] * N
+    slots = []
+    for i, _ in pairs:
+        slots.append((i, states[i]))
+        states[i] += 1
+    p = max(states)
     A = torch.zeros(N, p, p, dtype=torch.float64)
     J = torch.zeros_like(A)
     R = torch.zeros_like(A)
@@ -300,7 +317,7 @@ def _chain(
     J[:, 1, 0] = -1
     R[:, 1, 1] = damping
     g[:, 1, 0] = 1
-    for e, (i, slot) in enumerate(zip(starts, slots, strict=True)):
+    for e, (i, slot) in enumerate(slots):
         A[i, slot, slot] = coupling**0.5
         # The spring is drawn out by the difference of the velocities.
         J[i, slot, 1] = 1
@@ -355,7 +372,8 @@ def colours(pairs: Iterable[Edge]) -> list[list[Edge]]:
 
 def times(A: Tensor, x: Tensor) -> Tensor:
     """`A x` for matrices `(*batch, r, k)` and vectors `(*batch, k)`."""
-    return (A @ x.unsqueeze(-1)).squeeze(-1)
+    product = A @ x.unsqueeze(-1)
+    return product.squeeze(-1)
 
 
 def blocks(rows: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -374,7 +392,8 @@ def canonical(n: int) -> Tensor:
 def check_skew(name: str, J: Tensor) -> None:
     """Raise unless the matrices `(..., n, n)` are skew-symmetric, to rounding."""
     error = (J + J.mT).abs()
-    if bool((error > ROUNDING * J.abs().amax()).any()):
+    rounding = ROUNDING * J.abs().amax()
+    if bool((error > rounding).any()):
         raise OptionError(
             f"{name} must be skew-symmetric; use ({name} - {name}.mT) / 2."
         )

@@ -56,9 +56,10 @@ class LoopProblem:
         plant = self.loop.plant
         N = plant.agents
         c = self.loop.controller.states
-        self.z = torch.as_tensor(self.z).detach().double()
-        xi = torch.as_tensor(self.xi).detach().double()
-        self.xi = xi.expand(N, c)
+        z = torch.as_tensor(self.z).detach()
+        xi = torch.as_tensor(self.xi).detach()
+        self.z = z.double()
+        self.xi = xi.double().expand(N, c)
         shape = (N, plant.states)
         if self.z.shape != shape:
             raise ShapeError(
@@ -85,7 +86,12 @@ class LoopProblem:
         return self.loop.start(self.z, self.xi)
 
     def starts(
-        self, count: int, *, seed: int = 0, draw: int = 0, disc: bool = False
+        self,
+        count: int,
+        *,
+        seed: int = 0,
+        draw: int = 0,
+        disc: bool = False,
     ) -> Tensor:
         """Random states to start from: positions within the radius of z, all else as it is.
 
@@ -118,14 +124,18 @@ class LoopProblem:
         )
 
     def _moves(
-        self, source: np.random.Generator, count: int, disc: bool
+        self,
+        source: np.random.Generator,
+        count: int,
+        disc: bool,
     ) -> np.ndarray:
         shape = count, self.loop.plant.agents, self.dimensions
         if not disc:
             return source.uniform(-1, 1, shape)
         way = source.standard_normal(shape)
-        share = source.uniform(0, 1, (*shape[:2], 1))
-        size = share ** (1 / self.dimensions)
+        *agents, d = shape
+        share = source.uniform(0, 1, (*agents, 1))
+        size = share ** (1 / d)
         length = np.linalg.norm(way, axis=-1, keepdims=True)
         return size * way / length
 
@@ -198,11 +208,14 @@ def crossing(
     push = push.where(time < SWIRL, 0.0)
     aside = torch.stack([-up, right], 1) / 3
     pushes = push.view(-1, 1, 1) * aside
+    K = springs + normal(12, 4, 4)
+    G = ports + normal(12, 4, 2)
+    C = normal(*controller.C.shape)
     with torch.no_grad():
-        controller.K.copy_(springs + normal(12, 4, 4))
-        controller.G.copy_(ports + normal(12, 4, 2))
+        controller.K.copy_(K)
+        controller.G.copy_(G)
         controller.b[..., :2].copy_(pushes)
-        controller.C.copy_(normal(*controller.C.shape))
+        controller.C.copy_(C)
     plant = robots(-z[:, :2])
     loop = ClosedLoop(plant, controller, h, engine=engine)
     xi = torch.tensor([0.0, 0.0, 3.0, 3.0])

@@ -60,7 +60,8 @@ class Substeps(NamedTuple):
                 max_iter=1000,
                 where=f"step {t} of a closed loop",
             )
-            y = y.index_copy(1, index.flatten(), moved.flatten(1))
+            entries = index.flatten()
+            y = y.index_copy(1, entries, moved.flatten(1))
         return y
 
 
@@ -72,7 +73,11 @@ class System(NamedTuple):
     controller_edges: Substeps
 
     def trajectory(
-        self, y: Tensor, steps: int, first: int, push: Tensor | None
+        self,
+        y: Tensor,
+        steps: int,
+        first: int,
+        push: Tensor | None,
     ):
         """States `(steps + 1, S, N n)`, and those between the own substeps and the edges."""
         states = [y]
@@ -104,11 +109,14 @@ def system(loop: ClosedLoop) -> System:
     K = controller.K
     T, N, c, _ = K.shape
     p = plant.states
-    index = torch.arange(N * (p + c), device=K.device).view(N, p + c)
+    n = p + c
+    index = torch.arange(N * n, device=K.device)
+    index = index.view(N, n)
     A = plant.A.to(K)
     a = plant.a.to(K)
     # From chords to the gradient of the energy.
-    slopes = A.mT * plant.weights.to(K).unsqueeze(-2)
+    weights = plant.weights.to(K)
+    slopes = A.mT * weights.unsqueeze(-2)
     time = (T, 1, 1, 1)
     offsets = a.repeat(T, 1, 1)
     gradient = _diagonal(slopes.repeat(time), K.mT)
@@ -146,7 +154,8 @@ def _interconnection(loop: ClosedLoop) -> Tensor:
     controller = loop.controller
     G = controller.G
     port = G @ plant.g.to(G).mT
-    damped = controller.J.to(G) - torch.diag_embed(controller.R.to(G))
+    damping = torch.diag_embed(controller.R)
+    damped = (controller.J - damping).to(G)
     moved = (plant.J - plant.R).to(G)
     return blocks([[moved, -port.mT], [port, damped]])
 

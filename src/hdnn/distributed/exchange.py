@@ -55,7 +55,10 @@ class Messages:
     """
 
     def __init__(
-        self, plan: Plan, store: Any = None, timeout: float = 60.0
+        self,
+        plan: Plan,
+        store: Any = None,
+        timeout: float = 60.0,
     ) -> None:
         self.plan = plan
         self.store = store
@@ -64,7 +67,9 @@ class Messages:
         self.bytes: Counter[int] = Counter()
 
     def swap(
-        self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]
+        self,
+        out: Mapping[int, Tensor],
+        into: Mapping[int, Tensor],
     ) -> None:
         """Send tensors to some processes and receive from some, all at once."""
         pending = []
@@ -249,7 +254,11 @@ def _parsed(entry: bytes) -> dict[str, Any]:
 
 
 def exchange(
-    x: Tensor, halo: Halo, messages: Messages, *, reverse: bool = False
+    x: Tensor,
+    halo: Halo,
+    messages: Messages,
+    *,
+    reverse: bool = False,
 ) -> Tensor:
     """The own rows and those of neighbours; in reverse, what all processes add to the own rows.
 
@@ -288,7 +297,11 @@ class _Collect(torch.autograd.Function):
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, halo: Halo, messages: Messages, reverse: bool
+        ctx: Any,
+        x: Tensor,
+        halo: Halo,
+        messages: Messages,
+        reverse: bool,
     ) -> Tensor:
         ctx.settings = halo, messages, reverse
         own = {}
@@ -310,7 +323,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, *gradients: Tensor
+        ctx: Any,
+        *gradients: Tensor,
     ) -> tuple[Tensor, None, None, None]:
         halo, messages, reverse = ctx.settings
         gradient = exchange(gradients[0], halo, messages, reverse=not reverse)

@@ -79,7 +79,11 @@ def write_nodes(
 
 
 def load(
-    data: str, plan: Plan, positions: Tensor, seed: int, dtype: torch.dtype
+    data: str,
+    plan: Plan,
+    positions: Tensor,
+    seed: int,
+    dtype: torch.dtype,
 ) -> tuple[dict[str, Samples], int]:
     """Samples to train on and to test with, and the number of classes (0 for values).
 

@@ -51,7 +51,8 @@ def partition(graph: Graph, parts: int) -> list[int]:
 
 
 def _breadth_first(
-    links: Sequence[Collection[int]], root: int
+    links: Sequence[Collection[int]],
+    root: int,
 ) -> dict[int, int]:
     """The parent of each node that links join to the root, in order of their distance from it."""
     parents = {root: root}
@@ -81,7 +82,10 @@ class Plan:
     """
 
     def __init__(
-        self, graph: Graph, owner: Sequence[int], rank: int = 0
+        self,
+        graph: Graph,
+        owner: Sequence[int],
+        rank: int = 0,
     ) -> None:
         self.graph = graph
         self.owner = owner
