@@ -422,6 +422,35 @@ def _workspace(groups):  # pragma: kernel
     return np.empty((11 + size, size))
 
 
+@_inner
+def _step(
+    groups,
+    t,
+    at,
+    s,
+    y,
+    middle,
+    force,
+    work,
+):  # pragma: kernel
+    """Move y by one step, and write the states in its middle; False without a solution.
+
+    Groups are the agents themselves, the edges of plants and those of controllers: odd steps take
+    them the other way round.
+    """
+    odd = t % 2 == 1
+    for place in range(3):
+        number = 2 - place if odd else place
+        push = force[:0] if number else force
+        if odd and number == 0:
+            middle[:] = y
+        if not _move(groups[number], t, at, s, odd, y, push, work):
+            return False
+        if not odd and number == 0:
+            middle[:] = y
+    return True
+
+
 def _forward(
     low,
     high,
@@ -431,11 +460,7 @@ def _forward(
     first,
     groups,
 ):  # pragma: kernel
-    """All steps of some samples; the number of the step that failed, or -1.
-
-    Groups are the agents themselves, the edges of plants and those of controllers: odd steps take
-    them the other way round.
-    """
+    """All steps of some samples; the number of the step that failed, or -1."""
     steps, _, D = middles.shape
     work = _workspace(groups)
     last = groups[0][2].shape[0] - 1
@@ -445,28 +470,10 @@ def _forward(
         y[:] = states[0, s]
         for n in range(steps):
             t = first + n
-            odd = t % 2 == 1
-            for place in range(3):
-                number = 2 - place if odd else place
-                force = nothing
-                if number == 0 and len(push):
-                    force = push[n, s]
-                if odd and number == 0:
-                    middles[n, s] = y
-                moved = _move(
-                    groups[number],
-                    t,
-                    min(n, last),
-                    s,
-                    odd,
-                    y,
-                    force,
-                    work,
-                )
-                if not moved:
-                    return t
-                if not odd and number == 0:
-                    middles[n, s] = y
+            at = min(n, last)
+            force = push[n, s] if len(push) else nothing
+            if not _step(groups, t, at, s, y, middles[n, s], force, work):
+                return t
             states[n + 1, s] = y
     return -1
 

@@ -133,9 +133,11 @@ class GraphNetwork(nn.Module):
         self.halo = Halo(plan, scale)
         for half in self.halves:
             K = torch.zeros(layers, self.halo.entries, dtype=dtype)
+            K = nn.Parameter(K)
             b = torch.zeros(layers, self.halo.rows, dtype=dtype)
-            self.register_parameter(f"K{half}", nn.Parameter(K))
-            self.register_parameter(f"b{half}", nn.Parameter(b))
+            b = nn.Parameter(b)
+            self.register_parameter(f"K{half}", K)
+            self.register_parameter(f"b{half}", b)
 
     @property
     def positions(self) -> Tensor:
@@ -157,7 +159,13 @@ class GraphNetwork(nn.Module):
             b = self.get_parameter(f"b{half}")
             force = GraphForce(K, b, self.halo, self.messages)
             forces.append(force)
-        return schemes.run(self.scheme, y, forces, self.step, self.activation)
+        return schemes.run(
+            self.scheme,
+            y,
+            forces,
+            self.step,
+            self.activation,
+        )
 
     def smoothness(self) -> Tensor:
         """The own share of the penalty on differences between neighbouring layers."""
