@@ -76,7 +76,7 @@ def test_a_file_gives_nodes_names_links_and_columns(tmp_path):
         ("R = [[0, 1]]", "nodes must be a whole number"),
         (
             "nodes = 3\nlinks = []",
-            "the key 'links' is not known; choose one of R, T",
+            "the key 'links' is not known; choose one of R, columns",
         ),
         ("nodes = 3", "R is missing"),
         ("nodes = 0\nR = []", "nodes must be a whole number"),
@@ -100,8 +100,8 @@ def test_a_file_gives_nodes_names_links_and_columns(tmp_path):
             "its own neighbour",
         ),
         (
-            "nodes = 3\nR = []\nT = [[1, 1, 0], [0, 1, 0], [0, 0, 1]]",
-            "T must be symmetric",
+            "nodes = 3\nR = []\nT = [[0, 1]]",
+            "the key 'T' is not known",
         ),
         ("nodes = 300_000\nR = []", "up to 200000 nodes"),
     ],
@@ -126,6 +126,21 @@ def test_rows_of_a_matrix_may_differ_from_its_columns():
     assert graph.R == [[0, 1], [1, 2], [2]]
     assert graph.used == [[0, 1], [0, 1, 2], [1, 2]]
     assert Graph.of(graph.table()).R == graph.R
+
+
+@pytest.mark.parametrize(
+    ("R", "expected"),
+    [
+        ([[1, 0], [0, 1]], [[0, 1], [0, 1]]),
+        ([[0, 1], [1, 0]], [[0, 1], [0, 1]]),
+        ([[1, 1], [0, 1]], [[0, 1], [1]]),
+        (torch.eye(2), [[0], [1]]),
+    ],
+)
+def test_links_of_two_nodes_are_not_taken_for_a_matrix(R, expected):
+    graph = Graph(2, R=R)
+    assert expected == graph.R
+    assert expected == Graph.of(graph.table()).R
 
 
 def test_without_r_it_is_designed_for_the_edges():

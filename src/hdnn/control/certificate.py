@@ -55,47 +55,60 @@ def balance(
     controller = loop.controller
     p = plant.states
     t = torch.arange(len(middles), device=states.device)
-    odd = (t % 2 == 1).view(-1, *[1] * (states.ndim - 1))
+    old = states[:-1]
+    new = states[1:]
+    before = loop.energy(old, t)
+    after = loop.energy(new, t)
     # The ends of the agents' own substeps.
-    first = torch.where(odd, middles, states[:-1])
-    second = torch.where(odd, states[1:], middles)
-    before = loop.energy(states[:-1], t)
-    after = loop.energy(states[1:], t)
+    first = old.clone()
+    first[1::2] = middles[1::2]
+    second = middles.clone()
+    second[1::2] = new[1::2]
 
     sigma = activations.by_row(plant.activation)
     tanh = activations.get("tanh")
     start = plant.rows(first[..., :p])
     end = plant.rows(second[..., :p])
-    chords = plant.weights.to(states) * implicit.chord(sigma, start, end)
+    chords = implicit.chord(sigma, start, end)
+    chords = plant.weights.to(states) * chords
     f = times(plant.A.mT.to(states), chords)
     start = controller.rows(first[..., p:], t)
     end = controller.rows(second[..., p:], t)
     K, _ = controller.weights(t, states.ndim)
-    f_c = times(K.mT, implicit.chord(tanh, start, end))
+    chords = implicit.chord(tanh, start, end)
+    f_c = times(K.mT, chords)
     heat = f * times(plant.R.to(states), f)
     heat_c = controller.R.to(states) * f_c.square()
-    lost = loop.step * (heat.sum((-2, -1)) + heat_c.sum((-2, -1)))
+    lost = loop.step * (_total(heat) + _total(heat_c))
 
     outputs = times(plant.g.mT.to(states), f)
     supplied = torch.zeros_like(lost)
     if forces is not None:
-        supplied = loop.step * (forces * outputs).sum((-2, -1))
-    xi = states[1:-1, ..., p:]
-    old = controller.rows(xi, t[:-1])
-    new = controller.rows(xi, t[1:])
+        supplied = loop.step * _total(forces * outputs)
+    error = after - before + lost - supplied
     sizes = lost + supplied.abs()
-    for y in (states[:-1], states[1:]):
+    for y in (old, new):
         sizes = sizes + _terms(loop, y, t)
+
+    xi = states[1:-1, ..., p:]
+    start = controller.rows(xi, t[:-1])
+    end = controller.rows(xi, t[1:])
+    jumps = tanh.integral(end) - tanh.integral(start)
     return Balance(
         before=before,
         after=after,
         lost=lost,
         supplied=supplied,
-        jumps=(tanh.integral(new) - tanh.integral(old)).sum((-2, -1)),
-        bounds=(new - old).abs().sum((-2, -1)),
-        violation=(after - before + lost - supplied).abs() / (sizes + 1e-290),
+        jumps=_total(jumps),
+        bounds=_total((end - start).abs()),
+        violation=error.abs() / (sizes + 1e-290),
         outputs=outputs,
     )
+
+
+def _total(x: Tensor) -> Tensor:
+    """The sum over all agents and their numbers."""
+    return x.sum((-2, -1))
 
 
 def _terms(loop: ClosedLoop, y: Tensor, t: Tensor) -> Tensor:
@@ -105,12 +118,14 @@ def _terms(loop: ClosedLoop, y: Tensor, t: Tensor) -> Tensor:
     xi = y[..., plant.states :]
     sigma = activations.by_row(plant.activation)
     rows = plant.rows(z)
-    inside = times(plant.A.to(y).abs(), z.abs()) + plant.a.to(y).abs()
-    energies = sigma.integral(rows).abs() + sigma(rows).abs() * inside
+    inside = times(plant.A.to(y).abs(), z.abs())
+    inside = inside + plant.a.to(y).abs()
+    energies = sigma.integral(rows).abs()
+    energies = energies + sigma(rows).abs() * inside
     energies = plant.weights.to(y) * energies
     sizes = loop.controller.rows(xi, t).abs()
     sizes = sizes * (1 + sizes)
-    return energies.sum((-2, -1)) + sizes.sum((-2, -1))
+    return _total(energies) + _total(sizes)
 
 
 @dataclass(frozen=True)
@@ -146,16 +161,14 @@ class LoopCertificate:
     @property
     def holds(self) -> bool:
         """True if every step kept its balance and took energy away or none, to rounding."""
-        figures = (self.violation, self.dissipated, self.bound, self.raised)
-        if not all(map(math.isfinite, figures)):
-            return False
-        exact = self.violation <= self.rounding
         most = self.bound * (1 + self.rounding) + self.rounding
-        return exact and self.dissipated >= 0 and self.raised <= most
+        return (
+            self.violation <= self.rounding
+            and self.dissipated >= 0
+            and self.raised <= most < math.inf
+        )
 
-    @property
-    def summary(self) -> str:
-        """The certificate in five lines."""
+    def __str__(self) -> str:
         answer = "holds" if self.holds else "does NOT hold"
         norms = "not computed"
         if self.smallest_norm is not None:
@@ -163,31 +176,30 @@ class LoopCertificate:
         gain = "no bound"
         if math.isfinite(self.gain):
             gain = f"at most {self.gain:.3g}"
-        return "\n".join(
-            [
-                f"energy balance: {answer} in {self.steps} steps from {self.samples} states of "
-                f"{self.agents} agents (error {self.violation:.1e} of the energy)",
-                f"dissipated in a step: at least {self.dissipated:.3g}",
-                f"raised by new weights: {self.raised:.3g} (at most {self.bound:.3g}; after the "
-                "horizon nothing)",
-                f"gain from outside forces to outputs: {gain}",
-                f"norm(dy_T/dy_t): {norms}",
-            ]
+        return (
+            f"energy balance: {answer} in {self.steps} steps from {self.samples} states of "
+            f"{self.agents} agents (error {self.violation:.1e} of the energy)\n"
+            f"dissipated in a step: at least {self.dissipated:.3g}\n"
+            f"raised by new weights: {self.raised:.3g} (at most {self.bound:.3g}; after the "
+            "horizon nothing)\n"
+            f"gain from outside forces to outputs: {gain}\n"
+            f"norm(dy_T/dy_t): {norms}"
         )
-
-    def __str__(self) -> str:
-        return self.summary
 
 
 def certify(
-    loop: ClosedLoop, y: Tensor, horizons: int, samples: int
+    loop: ClosedLoop,
+    y: Tensor,
+    horizons: int,
+    samples: int,
 ) -> LoopCertificate:
     """As `ClosedLoop.certify`."""
     checked = loop.balance(y, horizons)
     y = y.reshape(-1, *y.shape[-2:])
     smallest = largest = None
     if samples and y[0].numel() <= LARGEST:
-        norms = torch.stack([_norms(loop, state) for state in y[:samples]])
+        each = [_norms(loop, state) for state in y[:samples]]
+        norms = torch.stack(each)
         smallest = float(norms.amin())
         largest = float(norms.amax())
     bounds = checked.bounds.sum(0)
@@ -214,11 +226,14 @@ def _norms(loop: ClosedLoop, y: Tensor) -> Tensor:
     """The spectral norm of dy_T/dy_t for t = 0 .. T - 1, from a copy of y for each row."""
     size = y.numel()
     y = y.detach().to(loop.controller.K)
-    states = [y.repeat(size, 1, 1).requires_grad_()]
+    copies = y.repeat(size, 1, 1)
+    states = [copies.requires_grad_()]
     for t in range(loop.controller.steps):
         trajectory, _ = loop.run(states[-1], 1, t)
         states.append(trajectory[1])
-    rows = torch.eye(size).to(y).view(size, *y.shape)
+    rows = torch.eye(size).to(y)
+    rows = rows.view(size, *y.shape)
     gradients = torch.autograd.grad(states[-1], states[:-1], rows)
-    matrices = torch.stack(gradients).reshape(-1, size, size)
+    matrices = torch.stack(gradients)
+    matrices = matrices.reshape(-1, size, size)
     return torch.linalg.matrix_norm(matrices, 2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn import activations
-from hdnn.control.plant import blocks, check_skew, edges, times
+from hdnn.control.plant import canonical, check_skew, edges, times
 from hdnn.errors import OptionError, ShapeError, positive_int
 
 
@@ -25,7 +25,7 @@ class Controller(nn.Module):
         steps: T, the steps of a horizon.
         states: c, of each controller.
         inputs: m, of each agent's plant.
-        links: which controllers hear each other: pairs of agents, or a symmetric 0-1 matrix.
+        links: pairs of agents whose controllers hear each other.
         J: skew-symmetric, `(c, c)`; by default positions and momenta, for an even c.
         dissipation: the diagonal of R, >= 0: a number, `(c,)` or `(N, c)`.
         dtype: of the parameters, float32 or float64.
@@ -52,13 +52,17 @@ class Controller(nn.Module):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
-        N = positive_int("agents", agents)
-        T = positive_int("steps", steps)
-        c = positive_int("states", states)
-        m = positive_int("inputs", inputs)
+        self.agents = N = positive_int("agents", agents)
+        self.steps = T = positive_int("steps", steps)
+        self.states = c = positive_int("states", states)
+        self.inputs = m = positive_int("inputs", inputs)
         self.links = edges(links, N)
         if J is None:
-            J = _canonical(c)
+            if c % 2:
+                raise ShapeError(
+                    f"states must be even (positions and momenta), but is {c}; or give a J."
+                )
+            J = canonical(c)
         if J.shape != (c, c):
             raise ShapeError(f"J must be ({c}, {c}), but is {tuple(J.shape)}.")
         check_skew("J", J)
@@ -67,46 +71,34 @@ class Controller(nn.Module):
             raise OptionError(
                 "dissipation must be >= 0, for it takes energy away."
             )
+        R = R.detach().expand(N, c)
         self.register_buffer("J", J.detach().double())
-        self.register_buffer("R", R.detach().expand(N, c).clone())
-        start = torch.randn(N, c, c, dtype=dtype) / c**0.5
-        self.K = nn.Parameter(start.repeat(T, 1, 1, 1))
-        self.b = nn.Parameter(torch.zeros(T, N, c, dtype=dtype))
-        self.G = nn.Parameter(torch.randn(N, c, m, dtype=dtype) / c**0.5)
-        self.C = nn.Parameter(
-            0.1 * torch.randn(len(self.links), c, c, dtype=dtype)
-        )
-
-    @property
-    def agents(self) -> int:
-        """N."""
-        return self.K.shape[1]
-
-    @property
-    def steps(self) -> int:
-        """T."""
-        return self.K.shape[0]
-
-    @property
-    def states(self) -> int:
-        """c."""
-        return self.K.shape[2]
-
-    @property
-    def inputs(self) -> int:
-        """m."""
-        return self.G.shape[2]
+        self.register_buffer("R", R.clone())
+        scale = c**-0.5
+        E = len(self.links)
+        K = scale * torch.randn(N, c, c, dtype=dtype)
+        K = K.repeat(T, 1, 1, 1)
+        b = torch.zeros(T, N, c, dtype=dtype)
+        G = scale * torch.randn(N, c, m, dtype=dtype)
+        C = 0.1 * torch.randn(E, c, c, dtype=dtype)
+        self.K = nn.Parameter(K)
+        self.b = nn.Parameter(b)
+        self.G = nn.Parameter(G)
+        self.C = nn.Parameter(C)
 
     def weights(self, t: int | Tensor, axes: int) -> tuple[Tensor, Tensor]:
         """K_t and b_t for states of so many axes; after the horizon the last ones stay.
 
         With a tensor of steps `(L,)`, the states are `(L, *batch, N, c)`.
         """
-        t = torch.as_tensor(t, device=self.K.device).clamp(max=self.steps - 1)
-        lead = [*t.shape] + [1] * (axes - 2 - t.ndim)
-        K = self.K[t].view(*lead, *self.K.shape[1:])
-        b = self.b[t].view(*lead, *self.b.shape[1:])
-        return K, b
+        t = torch.as_tensor(t, device=self.K.device)
+        t = t.clamp(max=self.steps - 1)
+        batch = [1] * (axes - 2 - t.ndim)
+        lead = [*t.shape, *batch]
+        K = self.K[t]
+        b = self.b[t]
+        N, c = b.shape[-2:]
+        return K.view(*lead, N, c, c), b.view(*lead, N, c)
 
     def rows(self, xi: Tensor, t: int | Tensor) -> Tensor:
         """`K_t xi + b_t` for the states that `weights` tells of."""
@@ -115,7 +107,9 @@ class Controller(nn.Module):
 
     def energy(self, xi: Tensor, t: int | Tensor) -> Tensor:
         """The energy of all controllers at step t, in the states that `rows` takes."""
-        return activations.get("tanh").integral(self.rows(xi, t)).sum((-2, -1))
+        tanh = activations.get("tanh")
+        energies = tanh.integral(self.rows(xi, t))
+        return energies.sum((-2, -1))
 
     def config(self) -> dict[str, Any]:
         """The arguments of the constructor that are not tensors."""
@@ -136,13 +130,3 @@ class Controller(nn.Module):
             f"Controller({self.agents} agents, {self.steps} steps, {self.states} states, "
             f"{self.inputs} inputs, {len(self.links)} links)"
         )
-
-
-def _canonical(c: int) -> Tensor:
-    if c % 2:
-        raise ShapeError(
-            f"states must be even (positions and momenta), but is {c}; or give a J."
-        )
-    identity = torch.eye(c // 2, dtype=torch.float64)
-    zero = torch.zeros_like(identity)
-    return blocks([[zero, identity], [-identity, zero]])

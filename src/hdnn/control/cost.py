@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +10,7 @@ from torch import Tensor
 from hdnn.control.loop import ClosedLoop
 from hdnn.errors import OptionError, ShapeError
 
-Pairs = Sequence[tuple[int, int]]
+TERMS = ("state", "effort", "barrier", "smoothness", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,6 @@ class Cost:
         distance: below which the barrier acts.
         smoothness: weight of the smoothness.
         end: weight of the energy at the end.
-        pairs: agents that the barrier compares; by default all.
         dimensions: so many first states of an agent are its position; by default as many as it
             has inputs.
 
@@ -58,15 +55,13 @@ class Cost:
     distance: float = 1.2
     smoothness: float = 1e-3
     end: float = 10.0
-    pairs: Pairs | None = None
     dimensions: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("state", "effort", "barrier", "smoothness", "end"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise OptionError(
-                    f"{name} must be >= 0, but is {getattr(self, name)}."
-                )
+        for name in TERMS:
+            weight = getattr(self, name)
+            if not 0 <= weight < float("inf"):
+                raise OptionError(f"{name} must be >= 0, but is {weight}.")
         if not 0 < self.discount <= 1:
             raise OptionError(
                 f"discount must be above 0, at most 1, but is {self.discount}."
@@ -74,59 +69,57 @@ class Cost:
 
     def __call__(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         """The cost of a trajectory `(steps + 1, *batch, N, n)` from step 0 on."""
-        return torch.stack(list(self.terms(loop, trajectory).values())).sum()
+        terms = self.terms(loop, trajectory)
+        values = [*terms.values()]
+        return torch.stack(values).sum()
 
     def terms(self, loop: ClosedLoop, trajectory: Tensor) -> dict[str, Tensor]:
         """The terms of the sum by name, each times its weight; 0 for a weight of 0."""
-        terms = {
-            "state": self._state,
-            "effort": self._effort,
-            "barrier": self._barrier,
-            "smoothness": self._smoothness,
-            "end": self._end,
-        }
         values = {}
-        for name, term in terms.items():
+        for name in TERMS:
             weight = getattr(self, name)
             values[name] = trajectory.new_zeros(())
             if weight:
+                term = getattr(self, f"_{name}")
                 values[name] = weight * term(loop, trajectory)
         return values
 
     def _state(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
-        steps = len(trajectory)
-        rest = loop.plant.rest().to(trajectory)
-        apart = trajectory[..., : loop.plant.states] - rest
-        squares = apart.square().sum((-2, -1)).reshape(steps, -1).mean(1)
-        past = loop.step * torch.arange(steps).to(squares)
-        left = loop.step * loop.controller.steps - past
+        plant = loop.plant
+        rest = plant.rest().to(trajectory)
+        apart = trajectory[..., : plant.states] - rest
+        squares = _mean_squares(apart)
+        past = torch.arange(len(squares)).to(squares)
+        left = loop.step * (loop.controller.steps - past)
         discounts = self.discount ** left.clamp(min=0)
-        return loop.step * (discounts * squares).sum()
+        discounted = discounts * squares
+        return loop.step * discounted.sum()
 
     def _effort(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         inputs = loop.inputs(trajectory)
-        squares = inputs.square().sum((-2, -1)).reshape(len(inputs), -1)
-        return loop.step * squares.mean(1).sum()
+        return loop.step * _mean_squares(inputs).sum()
 
     def _barrier(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         dimensions = self.dimensions or loop.plant.inputs
-        squares = squared_distances(trajectory, dimensions, self.pairs)
+        squares = squared_distances(trajectory, dimensions)
         far = self.distance**2
         near = squares[squares < far]  # most pairs are far from each other
-        price = (1 / (near + 1e-3) - 1 / (far + 1e-3)).sum()
-        return loop.step * price / trajectory.shape[1:-2].numel()
+        at_distance = 1 / (far + 1e-3)
+        prices = 1 / (near + 1e-3) - at_distance
+        batch = trajectory.shape[1:-2]
+        return loop.step * prices.sum() / batch.numel()
 
     def _smoothness(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         controller = loop.controller
-        changes = controller.K.diff(dim=0), controller.b.diff(dim=0)
-        return changes[0].square().sum() + changes[1].square().sum()
+        dK = controller.K.diff(dim=0)
+        db = controller.b.diff(dim=0)
+        moved = db.square().sum()
+        return moved + dK.square().sum()
 
     def _end(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
-        return loop.energy(trajectory[-1], len(trajectory) - 2).mean()
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields, as JSON can hold them."""
-        return asdict(self)
+        last_step = len(trajectory) - 2
+        energy = loop.energy(trajectory[-1], last_step)
+        return energy.mean()
 
 
 def collisions(
@@ -134,7 +127,6 @@ def collisions(
     distance: float = 0.5,
     *,
     dimensions: int = 2,
-    pairs: Pairs | None = None,
 ) -> Tensor:
     """True for each sample in which two agents come closer than a distance, `(*batch,)`.
 
@@ -144,7 +136,6 @@ def collisions(
         trajectory: states `(steps + 1, *batch, N, n)`, positions first.
         distance: below which it is a collision.
         dimensions: the number of coordinates of a position.
-        pairs: agents to compare; by default all.
 
     Examples:
         >>> import torch
@@ -153,23 +144,28 @@ def collisions(
         >>> control.collisions(apart), control.collisions(apart, distance=4.0)
         (tensor([False]), tensor([True]))
     """
-    squares = squared_distances(trajectory, dimensions, pairs)
-    return ~(squares >= distance**2).all(-1).all(0)
+    squares = squared_distances(trajectory, dimensions)
+    apart = squares >= distance**2
+    return ~apart.all(-1).all(0)
 
 
-def squared_distances(
-    y: Tensor, dimensions: int, pairs: Pairs | None
-) -> Tensor:
+def _mean_squares(x: Tensor) -> Tensor:
+    """The squared norms of `(steps, *batch, N, m)`, a mean over samples for each step."""
+    squares = x.square().sum((-2, -1))
+    samples = squares.reshape(len(x), -1)
+    return samples.mean(1)
+
+
+def squared_distances(y: Tensor, dimensions: int) -> Tensor:
     """Squared distances of pairs of agents in states `(*batch, N, n)`: `(*batch, pairs)`."""
     N, n = y.shape[-2:]
     if not 1 <= dimensions <= n:
         raise ShapeError(
             f"an agent has {n} states, so that {dimensions} are not a position."
         )
-    if pairs is None:
-        i, k = torch.triu_indices(N, N, 1, device=y.device)
-    else:
-        ends = torch.tensor(pairs, dtype=torch.long, device=y.device)
-        i, k = ends.view(-1, 2).unbind(1)
+    i, k = torch.triu_indices(N, N, 1, device=y.device)
     q = y[..., :dimensions]
-    return (q[..., i, :] - q[..., k, :]).square().sum(-1)
+    first = q[..., i, :]
+    second = q[..., k, :]
+    apart = first - second
+    return apart.square().sum(-1)

@@ -50,7 +50,11 @@ def unsupported_reason(y: Tensor, system: System) -> str | None:
 
 
 def trajectory(
-    system: System, y: Tensor, steps: int, first: int, push: Tensor | None
+    system: System,
+    y: Tensor,
+    steps: int,
+    first: int,
+    push: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """As `System.trajectory`."""
     if push is None:
@@ -59,9 +63,11 @@ def trajectory(
     static = []
     for group in system:
         weights += [group.A, group.a, group.B]
+        index = group.entries.contiguous().numpy()
         linear = group.rows.count("identity")  # rows, which come first
-        static.append((group.entries.contiguous().numpy(), linear))
-    return _Loop.apply((steps, first), static, y, push, *weights)  # pyright: ignore[reportReturnType]
+        static.append((index, linear))
+    shape = steps, first
+    return _Loop.apply(shape, static, y, push, *weights)  # pyright: ignore[reportReturnType]
 
 
 class _Loop(torch.autograd.Function):
@@ -69,17 +75,25 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shape, static, y: Tensor, push: Tensor, *weights: Tensor
+        ctx: Any,
+        shape,
+        static,
+        y: Tensor,
+        push: Tensor,
+        *weights: Tensor,
     ):
         steps, ctx.first = shape
         S, D = y.shape
+        # Without gradients each step overwrites the solutions of the last one.
         saved = steps if any(ctx.needs_input_grad) else min(steps, 1)
-        ctx.groups = []
+        arrays = [weight.detach().contiguous().numpy() for weight in weights]
+        groups = []
         for number, (index, linear) in enumerate(static):
-            trace = np.empty((saved, S, len(index), 2, index.shape[1]))
-            own = weights[3 * number : 3 * number + 3]
-            arrays = [weight.detach().contiguous().numpy() for weight in own]
-            ctx.groups.append((index, linear, trace, *arrays))
+            equations, unknowns = index.shape
+            trace = np.empty((saved, S, equations, 2, unknowns))
+            own = arrays[3 * number : 3 * number + 3]
+            groups.append((index, linear, trace, *own))
+        ctx.groups = tuple(groups)
         states = np.empty((steps + 1, S, D))
         middles = np.empty((steps, S, D))
         states[0] = y.detach().numpy()
@@ -87,7 +101,7 @@ class _Loop(torch.autograd.Function):
 
         def run(low: int, high: int) -> int:
             samples = low, high, states, middles, force
-            return _call(_forward, *samples, ctx.first, *ctx.groups)
+            return _call(_forward, *samples, ctx.first, ctx.groups)
 
         failed = max(_in_threads(run, S))
         if failed >= 0:
@@ -113,9 +127,10 @@ class _Loop(torch.autograd.Function):
             sums = [np.zeros(weight.shape) for weight in weights]
             groups = []
             for number, group in enumerate(ctx.groups):
-                groups.append((*group, *sums[3 * number : 3 * number + 3]))
+                own = sums[3 * number : 3 * number + 3]
+                groups.append((*group, *own))
             samples = low, high, cotangents, g_y, g_push
-            _call(_backward, *samples, ctx.first, *groups)
+            _call(_backward, *samples, ctx.first, tuple(groups))
             return sums
 
         totals, *others = _in_threads(run, S)
@@ -128,14 +143,12 @@ class _Loop(torch.autograd.Function):
 
 def _in_threads(run: Callable[[int, int], Any], samples: int) -> list[Any]:
     """The results of a function of the first and the last sample, for each chunk of samples."""
-    size = max(1, math.ceil(samples / CHUNKS))
-    lows = range(0, max(samples, 1), size)
-    highs = [min(low + size, samples) for low in lows]
-    if len(lows) == 1:
+    if samples < CHUNKS:
         return [run(0, samples)]
     from hdnn.engine.cpu import pool  # needs numba, as the kernel does
 
-    return list(pool().map(run, lows, highs))
+    bounds = np.linspace(0, samples, CHUNKS + 1).astype(int).tolist()
+    return list(pool().map(run, bounds[:-1], bounds[1:]))
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -175,9 +188,6 @@ def _chord(u, v):  # pragma: kernel
     log cosh(m + s) - log cosh(m - s) = 2 artanh(tanh m tanh s).
     """
     d = v - u
-    if abs(d) >= 1:
-        mean = (_log_cosh(v) - _log_cosh(u)) / d
-        return mean, (math.tanh(v) - mean) / d, (mean - math.tanh(u)) / d
     half = 0.5 * d
     t = math.tanh(u + half)
     if abs(d) < 3e-4:  # Taylor's series
@@ -186,11 +196,17 @@ def _chord(u, v):  # pragma: kernel
         even = slope * (0.5 + (6 * t * t - 2) * d * d / 48)
         odd = slope * t * d / 6
         return mean, even - odd, even + odd
-    s = math.tanh(half)
-    w = t * s
-    mean = math.log1p(2 * w / (1 - w)) / d
-    at_end = (t + s) / (1 + w)
-    at_start = (t - s) / (1 - w)
+    if abs(d) < 1:
+        s = math.tanh(half)
+        w = t * s
+        rise = math.log1p(2 * w / (1 - w))
+        at_end = (t + s) / (1 + w)
+        at_start = (t - s) / (1 - w)
+    else:
+        rise = _log_cosh(v) - _log_cosh(u)
+        at_end = math.tanh(v)
+        at_start = math.tanh(u)
+    mean = rise / d
     return mean, (at_end - mean) / d, (mean - at_start) / d
 
 
@@ -206,7 +222,17 @@ def _rows(A, a, x, z):  # pragma: kernel
 
 
 @_inner
-def _chords(linear, A, a, x, z, u, value, end, start):  # pragma: kernel
+def _chords(
+    linear,
+    A,
+    a,
+    x,
+    z,
+    u,
+    value,
+    end,
+    start,
+):  # pragma: kernel
     """`u = A x + a`, and the chords from z to u with their derivatives in u and in z."""
     _rows(A, a, x, u)
     for j in range(len(a)):
@@ -241,7 +267,8 @@ def _scale(a, B, x, z, value, end):  # pragma: kernel
         terms = abs(x[i])
         for j in range(rows):
             argument = abs(a[j]) + abs(z[j])
-            terms += abs(B[i, j]) * (abs(value[j]) + abs(end[j]) * argument)
+            chord = abs(value[j]) + abs(end[j]) * argument
+            terms += abs(B[i, j]) * chord
         size = max(size, terms)
     return size
 
@@ -287,11 +314,27 @@ def _eliminate(M, v, k):  # pragma: kernel
 
 
 @_inner
-def _solve(linear, A, a, B, y, c, x, work):  # pragma: kernel
-    """The x with `x = c + B chord(A y + a, A x + a)`; False if it was not found."""
+def _solve(
+    linear,
+    A,
+    a,
+    B,
+    y,
+    c,
+    x,
+    work,
+):  # pragma: kernel
+    """The x with `x = c + B chord(A y + a, A x + a)`; False without a solution."""
     k = len(y)
-    z, u, value, end, start = work[0], work[1], work[2], work[3], work[4]
-    F, dx, near, M = work[5], work[6], work[7], work[11:]
+    z = work[0]
+    u = work[1]
+    value = work[2]
+    end = work[3]
+    start = work[4]
+    F = work[5]
+    dx = work[6]
+    near = work[7]
+    M = work[11:]
     _rows(A, a, y, z)
     for i in range(k):
         x[i] = c[i]
@@ -325,22 +368,42 @@ def _solve(linear, A, a, B, y, c, x, work):  # pragma: kernel
 
 
 @_inner
-def _move(group, t, at, s, backwards, y, push, work):  # pragma: kernel
+def _move(
+    group,
+    t,
+    at,
+    s,
+    backwards,
+    y,
+    push,
+    work,
+):  # pragma: kernel
     """Solve the substeps of a group one after the other, and write the states into y."""
     index, linear, trace, A, a, B = group
     E, k = index.shape
     t = min(t, A.shape[0] - 1)
-    before, c, x = work[8], work[9], work[10]
+    before = work[8]
+    c = work[9]
+    x = work[10]
     for number in range(E):
         e = E - 1 - number if backwards else number
         for i in range(k):
             entry = index[e, i]
             before[i] = y[entry]
             c[i] = before[i]
-            if push.shape[0]:
+            if len(push):
                 c[i] += push[entry]
-        equation = linear, A[t, e], a[t, e], B[t, e], before[:k], c, x
-        if not _solve(*equation, work):
+        solved = _solve(
+            linear,
+            A[t, e],
+            a[t, e],
+            B[t, e],
+            before[:k],
+            c,
+            x,
+            work,
+        )
+        if not solved:
             return False
         for i in range(k):
             y[index[e, i]] = x[i]
@@ -350,90 +413,139 @@ def _move(group, t, at, s, backwards, y, push, work):  # pragma: kernel
 
 
 @_inner
-def _workspace(own, plant, link):  # pragma: kernel
+def _workspace(groups):  # pragma: kernel
     """Eleven vectors, and a matrix below them, for the largest equation."""
     size = 0
-    for A in (own[3], plant[3], link[3]):
+    for group in groups:
+        A = group[3]
         size = max(size, A.shape[2], A.shape[3])
     return np.empty((11 + size, size))
 
 
+@_inner
+def _step(
+    groups,
+    t,
+    at,
+    s,
+    y,
+    middle,
+    force,
+    work,
+):  # pragma: kernel
+    """Move y by one step, and write the states in its middle; False without a solution.
+
+    Groups are the agents themselves, the edges of plants and those of controllers: odd steps take
+    them the other way round.
+    """
+    odd = t % 2 == 1
+    for place in range(3):
+        number = 2 - place if odd else place
+        push = force[:0] if number else force
+        if odd and number == 0:
+            middle[:] = y
+        if not _move(groups[number], t, at, s, odd, y, push, work):
+            return False
+        if not odd and number == 0:
+            middle[:] = y
+    return True
+
+
 def _forward(
-    low, high, states, middles, push, first, own, plant, link
+    low,
+    high,
+    states,
+    middles,
+    push,
+    first,
+    groups,
 ):  # pragma: kernel
     """All steps of some samples; the number of the step that failed, or -1."""
     steps, _, D = middles.shape
-    work = _workspace(own, plant, link)
+    work = _workspace(groups)
+    last = groups[0][2].shape[0] - 1
     nothing = np.empty(0)
     y = np.empty(D)
     for s in range(low, high):
         y[:] = states[0, s]
         for n in range(steps):
             t = first + n
-            at = min(n, own[2].shape[0] - 1)
-            force = push[n, s] if push.shape[0] else nothing
-            odd = t % 2 == 1
-            fine = True
-            if odd:
-                fine &= _move(link, t, at, s, odd, y, nothing, work)
-                fine &= _move(plant, t, at, s, odd, y, nothing, work)
-                middles[n, s] = y
-            fine &= _move(own, t, at, s, odd, y, force, work)
-            if not odd:
-                middles[n, s] = y
-                fine &= _move(plant, t, at, s, odd, y, nothing, work)
-                fine &= _move(link, t, at, s, odd, y, nothing, work)
-            if not fine:
+            at = min(n, last)
+            force = push[n, s] if len(push) else nothing
+            if not _step(groups, t, at, s, y, middles[n, s], force, work):
                 return t
             states[n + 1, s] = y
     return -1
 
 
 @_inner
-def _pull(group, t, n, s, backwards, g, g_push, work):  # pragma: kernel
+def _pull(
+    group,
+    t,
+    n,
+    s,
+    backwards,
+    g,
+    g_push,
+    work,
+):  # pragma: kernel
     """From the gradient of the states after a group to that before it; adds those of weights."""
     index, linear, trace, A, a, B, dA, da, dB = group
     E, k = index.shape
     r = A.shape[2]
     t = min(t, A.shape[0] - 1)
-    z, u, value, end, start = work[0], work[1], work[2], work[3], work[4]
-    v, M = work[5], work[11:]
+    z = work[0]
+    u = work[1]
+    value = work[2]
+    end = work[3]
+    start = work[4]
+    v = work[5]
+    M = work[11:]
     for number in range(E):
         e = number if backwards else E - 1 - number  # the last substep first
         y = trace[n, s, e, 0]
         x = trace[n, s, e, 1]
-        _rows(A[t, e], a[t, e], y, z)
-        _chords(linear, A[t, e], a[t, e], x, z, u, value, end, start)
-        _matrix(A[t, e], B[t, e], end, M)
+        A_e = A[t, e]
+        a_e = a[t, e]
+        B_e = B[t, e]
+        _rows(A_e, a_e, y, z)
+        _chords(linear, A_e, a_e, x, z, u, value, end, start)
+        _matrix(A_e, B_e, end, M)
         for i in range(k):
             v[i] = g[index[e, i]]
         _eliminate(M.T, v, k)
         for j in range(r):
             total = 0.0
             for i in range(k):
-                total += B[t, e, i, j] * v[i]
+                total += B_e[i, j] * v[i]
             end[j] *= total
             start[j] *= total
             da[t, e, j] += end[j] + start[j]
         for i in range(k):
-            if g_push.shape[0]:
+            if len(g_push):
                 g_push[index[e, i]] += v[i]
             for j in range(r):
                 dB[t, e, i, j] += v[i] * value[j]
         for j in range(r):
             for i in range(k):
                 dA[t, e, j, i] += end[j] * x[i] + start[j] * y[i]
-                v[i] += A[t, e, j, i] * start[j]
+                v[i] += A_e[j, i] * start[j]
         for i in range(k):
             g[index[e, i]] = v[i]
 
 
 def _backward(
-    low, high, cotangents, g_y, g_push, first, own, plant, link
+    low,
+    high,
+    cotangents,
+    g_y,
+    g_push,
+    first,
+    groups,
 ):  # pragma: kernel
     """The gradients of some samples, from those of all states."""
-    steps = cotangents.shape[0] - 1
-    work = _workspace(own, plant, link)
+    steps = len(cotangents) - 1
+    work = _workspace(groups)
     nothing = np.empty(0)
     g = np.empty(g_y.shape[1])
     for s in range(low, high):
@@ -441,13 +553,11 @@ def _backward(
         for n in range(steps - 1, -1, -1):
             t = first + n
             odd = t % 2 == 1
-            force = g_push[n, s] if g_push.shape[0] else nothing
-            if not odd:
-                _pull(link, t, n, s, odd, g, nothing, work)
-                _pull(plant, t, n, s, odd, g, nothing, work)
-            _pull(own, t, n, s, odd, g, force, work)
-            if odd:
-                _pull(plant, t, n, s, odd, g, nothing, work)
-                _pull(link, t, n, s, odd, g, nothing, work)
+            for place in range(3):
+                number = place if odd else 2 - place
+                force = nothing
+                if number == 0 and len(g_push):
+                    force = g_push[n, s]
+                _pull(groups[number], t, n, s, odd, g, force, work)
             g += cotangents[n, s]
         g_y[s] = g

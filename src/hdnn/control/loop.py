@@ -89,12 +89,16 @@ class ClosedLoop(nn.Module):
                 f"z must be (*batch, {N}, {p}), but is {tuple(z.shape)}."
             )
         z = z.to(self.controller.K)
-        shape = *z.shape[:-1], self.controller.states
         xi = torch.as_tensor(xi).to(z)
-        return torch.cat([z, xi.expand(shape)], -1)
+        c = self.controller.states
+        xi = xi.expand(*z.shape[:-1], c)
+        return torch.cat([z, xi], -1)
 
     def forward(
-        self, y: Tensor, horizons: int = 1, forces: Any = None
+        self,
+        y: Tensor,
+        horizons: int = 1,
+        forces: Any = None,
     ) -> Tensor:
         """All states from y on.
 
@@ -109,10 +113,16 @@ class ClosedLoop(nn.Module):
         Raises:
             ConvergenceError: if a step has no solution that could be found.
         """
-        return self.run(y, horizons * self.controller.steps, forces=forces)[0]
+        steps = horizons * self.controller.steps
+        states, _ = self.run(y, steps, forces=forces)
+        return states
 
     def run(
-        self, y: Tensor, steps: int, first: int = 0, forces: Any = None
+        self,
+        y: Tensor,
+        steps: int,
+        first: int = 0,
+        forces: Any = None,
     ) -> tuple[Tensor, Tensor]:
         """States from y at step `first` on, and the states in the middle of each step.
 
@@ -127,14 +137,19 @@ class ClosedLoop(nn.Module):
                 "states of the controllers."
             )
         batch = y.shape[:-2]
-        y = y.to(self.controller.K).reshape(-1, N * n)
+        y = y.to(self.controller.K)
+        y = y.reshape(-1, N * n)
         push = self._push(forces, steps, batch)
         states, middles = self._trajectory(system(self), y, steps, first, push)
-        shape = *batch, N, n
-        return states.reshape(-1, *shape), middles.detach().reshape(-1, *shape)
+        shape = -1, *batch, N, n
+        middles = middles.detach()
+        return states.reshape(shape), middles.reshape(shape)
 
     def _trajectory(
-        self, substeps: System, y: Tensor, *options
+        self,
+        substeps: System,
+        y: Tensor,
+        *options,
     ) -> tuple[Tensor, Tensor]:
         engine = self.engine or engines.current().engine
         reason = kernel.unsupported_reason(y, substeps)
@@ -150,17 +165,27 @@ class ClosedLoop(nn.Module):
             return substeps.trajectory(y, *options)
 
     def _push(
-        self, forces: Any, steps: int, batch: torch.Size
+        self,
+        forces: Any,
+        steps: int,
+        batch: torch.Size,
     ) -> Tensor | None:
         """`h g w` for forces w, as states `(steps, S, N n)`."""
         if forces is None:
             return None
-        plant = self.plant
-        w = torch.as_tensor(forces).to(self.controller.K)
-        w = w.expand(steps, *batch, plant.agents, plant.inputs)
-        moved = self.step * times(plant.g.to(w), w)
-        padded = torch.nn.functional.pad(moved, (0, self.controller.states))
+        w = self._forces(forces, steps, batch)
+        g = self.plant.g.to(w)
+        moved = self.step * times(g, w)
+        padded = nn.functional.pad(moved, (0, self.controller.states))
         return padded.reshape(steps, batch.numel(), -1)
+
+    def _forces(self, forces: Any, steps: int, batch: torch.Size) -> Tensor:
+        """Forces for each step and sample, `(steps, *batch, N, m)`."""
+        w = torch.as_tensor(forces)
+        w = w.to(self.controller.K)
+        N = self.plant.agents
+        m = self.plant.inputs
+        return w.expand(steps, *batch, N, m)
 
     def energy(self, y: Tensor, t: int | Tensor) -> Tensor:
         """The energy in the states y `(*batch, N, n)` by the weights of step t: `(*batch,)`.
@@ -168,20 +193,27 @@ class ClosedLoop(nn.Module):
         With a tensor of steps `(L,)`, the states are `(L, *batch, N, n)`.
         """
         p = self.plant.states
-        plants = self.plant.energy(y[..., :p])
-        return plants + self.controller.energy(y[..., p:], t)
+        z = y[..., :p]
+        xi = y[..., p:]
+        own = self.plant.energy(z)
+        return own + self.controller.energy(xi, t)
 
     def inputs(self, trajectory: Tensor) -> Tensor:
         """The inputs `(steps, *batch, N, m)` of the plants along a trajectory, from step 0 on."""
+        controller = self.controller
         xi = trajectory[:-1, ..., self.plant.states :]
         t = torch.arange(len(xi), device=xi.device)
-        K, _ = self.controller.weights(t, xi.ndim)
-        chords = torch.tanh(self.controller.rows(xi, t))
-        return -times((K @ self.controller.G).mT, chords)
+        K, _ = controller.weights(t, xi.ndim)
+        forces = torch.tanh(controller.rows(xi, t))
+        ports = K @ controller.G
+        return -times(ports.mT, forces)
 
     @torch.no_grad()
     def balance(
-        self, y: Tensor, horizons: int = 1, forces: Any = None
+        self,
+        y: Tensor,
+        horizons: int = 1,
+        forces: Any = None,
     ) -> Balance:
         """The energy before and after every step, and the energy that was dissipated.
 
@@ -190,12 +222,14 @@ class ClosedLoop(nn.Module):
         steps = horizons * self.controller.steps
         states, middles = self.run(y, steps, forces=forces)
         if forces is not None:
-            shape = steps, *y.shape[:-2], self.plant.agents, self.plant.inputs
-            forces = torch.as_tensor(forces).to(states).expand(shape)
+            forces = self._forces(forces, steps, y.shape[:-2])
         return balance(self, states, middles, forces)
 
     def certify(
-        self, y: Tensor, horizons: int = 1, samples: int = 2
+        self,
+        y: Tensor,
+        horizons: int = 1,
+        samples: int = 2,
     ) -> LoopCertificate:
         """Check the energy balance from the states y, and the gradients along the horizon.
 
@@ -217,10 +251,13 @@ class ClosedLoop(nn.Module):
         R = self.plant.R
         g = self.plant.g
         inverse = torch.linalg.pinv(R, rtol=1e-12, hermitian=True)
-        undamped = (g - R @ inverse @ g).abs()
-        if bool((undamped > 1e-9 * g.abs().amax()).any()):
+        damped = inverse @ g
+        undamped = (g - R @ damped).abs()
+        rounding = 1e-9 * g.abs().amax()
+        if bool((undamped > rounding).any()):
             return float("inf")
-        return float(torch.linalg.matrix_norm(g.mT @ inverse @ g, 2).amax())
+        gains = torch.linalg.matrix_norm(g.mT @ damped, 2)
+        return float(gains.amax())
 
     def extra_repr(self) -> str:
         return f"step={self.step:g}"

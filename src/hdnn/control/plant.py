@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from hdnn import activations
 from hdnn.errors import OptionError, ShapeError
 
-Edges = tuple[tuple[int, int], ...]
+Edge = tuple[int, int]
 
 ROUNDING = 1e-12  # relative: how far from skew or semidefinite a matrix may be
 
@@ -67,21 +68,26 @@ class Plant(nn.Module):
         super().__init__()
         A = _matrix("A", A, 3)
         N, r, p = A.shape
+        m = g.shape[-1]
+        self.agents = N
+        self.states = p
+        self.inputs = m
         if a is None:
             a = torch.zeros(N, r)
         if weights is None:
             weights = torch.ones(N, r)
         if couplings is None:
             couplings = torch.zeros(len(links), p, p)
+        square = (N, p, p)
         shapes = {
-            "J": (J, (N, p, p)),
-            "R": (R, (N, p, p)),
-            "g": (g, (N, p, g.shape[-1])),
+            "A": (A, A.shape),
+            "J": (J, square),
+            "R": (R, square),
+            "g": (g, (N, p, m)),
             "a": (a, (N, r)),
             "weights": (weights, (N, r)),
             "couplings": (couplings, (len(links), p, p)),
         }
-        self.register_buffer("A", A)
         for name, (value, shape) in shapes.items():
             matrix = _matrix(name, value, len(shape))
             if matrix.shape != shape:
@@ -102,7 +108,8 @@ class Plant(nn.Module):
             raise ShapeError(
                 f"activation must be one name or {r} names, but got {activation!r}."
             )
-        self.activation = tuple(activations.get(name).name for name in names)
+        sigmas = map(activations.get, names)
+        self.activation = tuple(sigma.name for sigma in sigmas)
         self.links = edges(links, N)
         self.couplings = self._ordered(links)
 
@@ -113,45 +120,33 @@ class Plant(nn.Module):
             by_pair[i, k] = C
             by_pair[k, i] = -C.mT
         ordered = [by_pair[pair] for pair in self.links]
-        return torch.stack(ordered) if ordered else self.couplings
-
-    @property
-    def agents(self) -> int:
-        """N."""
-        return self.A.shape[0]
-
-    @property
-    def states(self) -> int:
-        """p, the states of an agent."""
-        return self.A.shape[2]
-
-    @property
-    def inputs(self) -> int:
-        """m, the inputs of an agent."""
-        return self.g.shape[2]
-
-    @property
-    def quadratic(self) -> bool:
-        """True if the energy is `|A z + a|^2 / 2`, up to weights."""
-        return set(self.activation) == {"identity"}
+        if not ordered:
+            return self.couplings
+        return torch.stack(ordered)
 
     def rows(self, z: Tensor) -> Tensor:
         """`A z + a` for states `(*batch, N, p)`."""
-        return times(self.A.to(z), z) + self.a.to(z)
+        moved = times(self.A.to(z), z)
+        return moved + self.a.to(z)
 
     def energy(self, z: Tensor) -> Tensor:
         """The energy of all agents together in the states `(*batch, N, p)`: `(*batch,)`."""
         sigma = activations.by_row(self.activation)
-        energies = self.weights.to(z) * sigma.integral(self.rows(z))
+        energies = sigma.integral(self.rows(z))
+        energies = self.weights.to(z) * energies
         return energies.sum((-2, -1))
 
     def rest(self) -> Tensor:
         """States `(N, p)` in which no agent is moved by its own energy."""
-        z = -times(torch.linalg.pinv(self.A), self.a)
+        inverse = torch.linalg.pinv(self.A)
+        z = -times(inverse, self.a)
         sigma = activations.by_row(self.activation)
-        slope = times(self.A.mT, self.weights * sigma(self.rows(z)))
-        size = self.A.abs().sum((-2, -1)) * (1 + self.a.abs().sum(-1))
-        if bool((slope.abs().amax(-1) > 1e-9 * size).any()):
+        forces = self.weights * sigma(self.rows(z))
+        slope = times(self.A.mT, forces)
+        slope = slope.abs().amax(-1)
+        size = 1 + self.a.abs().sum(-1)
+        size = size * self.A.abs().sum((-2, -1))
+        if bool((slope > 1e-9 * size).any()):
             raise OptionError(
                 "the plant has no rest that can be told from its rows, which a cost of its states "
                 "needs; use Cost(state=0)."
@@ -204,12 +199,21 @@ def robots(
     N, d = targets.shape
     identity = torch.eye(d, dtype=torch.float64)
     zero = torch.zeros_like(identity)
-    A = torch.block_diag(spring**0.5 * identity, mass**-0.5 * identity)
-    J = blocks([[zero, identity], [-identity, zero]])
+    pull = spring**0.5
+    A = torch.block_diag(pull * identity, mass**-0.5 * identity)
+    J = canonical(2 * d)
     R = torch.block_diag(zero, damping * identity)
     g = torch.cat([zero, identity])
-    a = torch.cat([-(spring**0.5) * targets, torch.zeros_like(targets)], 1)
-    return Plant(*(matrix.repeat(N, 1, 1) for matrix in (A, J, R, g)), a=a)
+    offsets = -pull * targets
+    a = torch.cat([offsets, torch.zeros_like(targets)], 1)
+    same = (N, 1, 1)
+    return Plant(
+        A.repeat(same),
+        J.repeat(same),
+        R.repeat(same),
+        g.repeat(same),
+        a=a,
+    )
 
 
 def oscillators(
@@ -272,9 +276,8 @@ def pendulums(
         >>> control.pendulums([(0, 1)])
         Plant(2 agents of 3 states and 1 inputs, 1 links)
     """
-    arguments = _chain(
-        links, agents, 1 / (mass * length**2), damping, coupling, 1.0
-    )
+    inertia = mass * length**2
+    arguments = _chain(links, agents, 1 / inertia, damping, coupling, 1.0)
     N, r, _ = arguments["A"].shape
     weights = torch.ones(N, r, dtype=torch.float64)
     weights[:, 0] = mass * gravity * length
@@ -283,28 +286,38 @@ def pendulums(
 
 
 def _chain(
-    links, agents, inverse_mass, damping, coupling, spring
+    links,
+    agents,
+    inverse_mass,
+    damping,
+    coupling,
+    spring,
 ) -> dict[str, Any]:
     """Arguments of a plant of masses with a position, a momentum and the springs of links."""
-    N = agents or max((max(pair) for pair in links), default=0) + 1
+    if agents is None:
+        last = max((max(pair) for pair in links), default=0)
+        agents = last + 1
+    N = agents
     pairs = edges(links, N)
-    owned = {
-        pair: 2 + sum(i == pair[0] for i, _ in pairs[:e])
-        for e, pair in enumerate(pairs)
-    }
-    p = max(owned.values(), default=1) + 1
+    # The springs of an agent come after its position and its momentum.
+    states = [2] * N
+    slots = []
+    for i, _ in pairs:
+        slots.append((i, states[i]))
+        states[i] += 1
+    p = max(states)
     A = torch.zeros(N, p, p, dtype=torch.float64)
     J = torch.zeros_like(A)
     R = torch.zeros_like(A)
-    g = torch.zeros(N, p, 1, dtype=torch.float64)
-    couplings = torch.zeros(len(pairs), p, p, dtype=torch.float64)
+    g = torch.zeros(N, p, 1)
+    couplings = torch.zeros(len(pairs), p, p)
     A[:, 0, 0] = spring**0.5
     A[:, 1, 1] = inverse_mass**0.5
     J[:, 0, 1] = 1
     J[:, 1, 0] = -1
     R[:, 1, 1] = damping
     g[:, 1, 0] = 1
-    for e, ((i, _), slot) in enumerate(owned.items()):
+    for e, (i, slot) in enumerate(slots):
         A[i, slot, slot] = coupling**0.5
         # The spring is drawn out by the difference of the velocities.
         J[i, slot, 1] = 1
@@ -323,38 +336,34 @@ def _chain(
 # Links
 
 
-def edges(links: Any, agents: int) -> Edges:
-    """Pairs (i, k), i < k, colour by colour: edges of one colour share no agent.
-
-    Links are pairs of agents or a symmetric 0-1 matrix.
-    """
-    if isinstance(links, Tensor):
-        if links.shape != (agents, agents) or bool((links != links.mT).any()):
-            raise OptionError(
-                f"links must be pairs, or a symmetric ({agents}, {agents}) matrix."
-            )
-        links = links.triu(1).nonzero().tolist()
+def edges(links: Iterable[Edge], agents: int) -> tuple[Edge, ...]:
+    """Pairs (i, k), i < k, colour by colour: edges of one colour share no agent."""
     pairs = set()
-    for pair in links or ():
+    for pair in links:
         ends = {i for i in pair if 0 <= i < agents}
         if len(pair) != 2 or len(ends) != 2:
             raise OptionError(
                 f"links must be pairs of two of the agents 0 .. {agents - 1}, but one is {pair!r}."
             )
-        pairs.add((min(pair), max(pair)))
-    return tuple(pair for colour in colours(sorted(pairs)) for pair in colour)
+        i, k = sorted(ends)
+        pairs.add((i, k))
+    groups = colours(sorted(pairs))
+    return tuple(chain.from_iterable(groups))
 
 
-def colours(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def colours(pairs: Iterable[Edge]) -> list[list[Edge]]:
     """Groups of pairs that share no agent: each pair joins the first group that it fits into."""
-    groups: list[list[tuple[int, int]]] = []
+    groups: list[list[Edge]] = []
+    agents: list[set[int]] = []
     for pair in pairs:
-        for group in groups:
-            if not any(set(pair) & set(other) for other in group):
+        for group, joined in zip(groups, agents, strict=True):
+            if joined.isdisjoint(pair):
                 group.append(pair)
+                joined.update(pair)
                 break
         else:
             groups.append([pair])
+            agents.append(set(pair))
     return groups
 
 
@@ -363,27 +372,40 @@ def colours(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 def times(A: Tensor, x: Tensor) -> Tensor:
     """`A x` for matrices `(*batch, r, k)` and vectors `(*batch, k)`."""
-    return (A @ x.unsqueeze(-1)).squeeze(-1)
+    product = A @ x.unsqueeze(-1)
+    return product.squeeze(-1)
 
 
 def blocks(rows: Sequence[Sequence[Tensor]]) -> Tensor:
     """The matrix of these blocks, row by row."""
-    return torch.cat([torch.cat([*row], -1) for row in rows], -2)
+    bands = [torch.cat([*row], -1) for row in rows]
+    return torch.cat(bands, -2)
+
+
+def canonical(n: int) -> Tensor:
+    """The J of n/2 positions and n/2 momenta."""
+    identity = torch.eye(n // 2, dtype=torch.float64)
+    zero = torch.zeros_like(identity)
+    return blocks([[zero, identity], [-identity, zero]])
 
 
 def check_skew(name: str, J: Tensor) -> None:
     """Raise unless the matrices `(..., n, n)` are skew-symmetric, to rounding."""
-    if bool(((J + J.mT).abs() > ROUNDING * J.abs().amax()).any()):
+    error = (J + J.mT).abs()
+    rounding = ROUNDING * J.abs().amax()
+    if bool((error > rounding).any()):
         raise OptionError(
             f"{name} must be skew-symmetric; use ({name} - {name}.mT) / 2."
         )
 
 
 def _check_semidefinite(R: Tensor) -> None:
-    size = R.abs().amax()
-    if bool(((R - R.mT).abs() > ROUNDING * size).any()):
+    rounding = ROUNDING * R.abs().amax()
+    error = (R - R.mT).abs()
+    if bool((error > rounding).any()):
         raise OptionError("R must be symmetric; use (R + R.mT) / 2.")
-    if bool((torch.linalg.eigvalsh(R) < -ROUNDING * size).any()):
+    least = torch.linalg.eigvalsh(R)
+    if bool((least < -rounding).any()):
         raise OptionError(
             "R must be positive semidefinite, for it takes energy away."
         )
@@ -392,9 +414,10 @@ def _check_semidefinite(R: Tensor) -> None:
 def _matrix(name: str, value: Any, axes: int) -> Tensor:
     """A tensor of finite numbers, in float64."""
     matrix = torch.as_tensor(value).detach().double()
-    if matrix.ndim != axes or not bool(matrix.isfinite().all()):
+    finite = bool(matrix.isfinite().all())
+    if matrix.ndim != axes or not finite:
+        shape = tuple(matrix.shape)
         raise ShapeError(
-            f"{name} must be finite numbers with {axes} axes, but its shape is "
-            f"{tuple(matrix.shape)}."
+            f"{name} must be finite numbers with {axes} axes, but its shape is {shape}."
         )
     return matrix.clone()

@@ -53,20 +53,24 @@ class LoopProblem:
     collision: float = 0.5
 
     def __post_init__(self) -> None:
-        N = self.loop.plant.agents
-        p = self.loop.plant.states
-        self.z = torch.as_tensor(self.z).detach().double()
-        xi = torch.as_tensor(self.xi).detach().double()
-        self.xi = xi.expand(N, self.loop.controller.states)
-        if self.z.shape != (N, p):
+        plant = self.loop.plant
+        N = plant.agents
+        c = self.loop.controller.states
+        z = torch.as_tensor(self.z).detach()
+        xi = torch.as_tensor(self.xi).detach()
+        self.z = z.double()
+        self.xi = xi.double().expand(N, c)
+        shape = (N, plant.states)
+        if self.z.shape != shape:
             raise ShapeError(
-                f"z must be {(N, p)}, a row an agent, but is {tuple(self.z.shape)}."
+                f"z must be {shape}, a row an agent, but is {tuple(self.z.shape)}."
             )
         if not callable(self.cost):
             raise OptionError(
                 f"cost must be a function of loop and trajectory, not {self.cost!r}."
             )
-        if bool(self._colliding(self.z[None]).any()):
+        colliding = self._colliding(self.z[None])
+        if bool(colliding.any()):
             raise DataError(
                 f"agents start in a collision, closer than {self.collision:g}."
             )
@@ -82,7 +86,12 @@ class LoopProblem:
         return self.loop.start(self.z, self.xi)
 
     def starts(
-        self, count: int, *, seed: int = 0, draw: int = 0, disc: bool = False
+        self,
+        count: int,
+        *,
+        seed: int = 0,
+        draw: int = 0,
+        disc: bool = False,
     ) -> Tensor:
         """Random states to start from: positions within the radius of z, all else as it is.
 
@@ -101,10 +110,12 @@ class LoopProblem:
         z = self.z.repeat(count, 1, 1)
         again = torch.arange(count)
         for _ in range(TRIES):
+            moves = self._moves(source, len(again), disc)
+            moves = self.radius * torch.from_numpy(moves)
             z[again] = self.z
-            moves = torch.from_numpy(self._moves(source, len(again), disc))
-            z[again, :, : self.dimensions] += self.radius * moves
-            again = again[self._colliding(z[again])]
+            z[again, :, : self.dimensions] += moves
+            colliding = self._colliding(z[again])
+            again = again[colliding]
             if not len(again):
                 return self.loop.start(z, self.xi)
         raise DataError(
@@ -113,19 +124,27 @@ class LoopProblem:
         )
 
     def _moves(
-        self, source: np.random.Generator, count: int, disc: bool
+        self,
+        source: np.random.Generator,
+        count: int,
+        disc: bool,
     ) -> np.ndarray:
         shape = count, self.loop.plant.agents, self.dimensions
         if not disc:
             return source.uniform(-1, 1, shape)
         way = source.standard_normal(shape)
-        size = source.uniform(0, 1, (*shape[:2], 1)) ** (1 / shape[2])
-        return size * way / np.linalg.norm(way, axis=-1, keepdims=True)
+        *agents, d = shape
+        share = source.uniform(0, 1, (*agents, 1))
+        size = share ** (1 / d)
+        length = np.linalg.norm(way, axis=-1, keepdims=True)
+        return size * way / length
 
     def _colliding(self, z: Tensor) -> Tensor:
-        if not self.collision:
-            return torch.zeros(len(z), dtype=torch.bool)
-        return collisions(z[None], self.collision, dimensions=self.dimensions)
+        return collisions(
+            z[None],
+            self.collision,
+            dimensions=self.dimensions,
+        )
 
 
 def crossing(
@@ -161,32 +180,43 @@ def crossing(
     source = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return 0.1 * torch.randn(*shape, generator=source, dtype=torch.float64)
+        drawn = torch.randn(*shape, generator=source, dtype=torch.float64)
+        return 0.1 * drawn
 
     z = torch.zeros(12, 4, dtype=torch.float64)
+    column = torch.arange(5.0, -6.0, -2.0)
     z[:6, 0] = -3
     z[6:, 0] = 3
-    z[:, 1] = torch.tensor([5.0, 3.0, 1.0, -1.0, -3.0, -5.0]).repeat(2)
+    z[:, 1] = column.repeat(2)
     z[:, 3] = 0.5 * z[:, 1].sign()
+    right, up = z[:, :2].unbind(1)
     if links == "ring":
-        order = torch.atan2(z[:, 1], z[:, 0]).argsort(stable=True).tolist()
-        links = list(zip(order, order[1:] + order[:1], strict=True))
+        angles = torch.atan2(up, right)
+        order = angles.argsort(stable=True)
+        following = order.roll(-1)
+        links = torch.stack([order, following], 1).tolist()
+    heat = [0.0, 0.0, 12.0, 12.0]
     with torch.random.fork_rng(devices=[]):
-        controller = Controller(
-            12, steps, links=links, dissipation=[0.0, 0.0, 12.0, 12.0]
-        )
+        controller = Controller(12, steps, links=links, dissipation=heat)
     identity = torch.eye(2, dtype=torch.float64)
     springs = torch.block_diag(0.5 * identity, 2 * identity)
     ports = torch.cat([identity, 3 * identity])
     h = horizon / steps
     time = h * torch.arange(steps)
-    push = torch.where(time < SWIRL, -2 * torch.cos(math.pi * time / 6), 0.0)
-    aside = torch.stack([-z[:, 1], z[:, 0]], 1) / 3
+    phase = math.pi * time / 6
+    push = -2 * torch.cos(phase)
+    push = push.where(time < SWIRL, 0.0)
+    aside = torch.stack([-up, right], 1) / 3
+    pushes = push.view(-1, 1, 1) * aside
+    K = springs + normal(12, 4, 4)
+    G = ports + normal(12, 4, 2)
+    C = normal(*controller.C.shape)
     with torch.no_grad():
-        controller.K.copy_(springs + normal(12, 4, 4))
-        controller.G.copy_(ports + normal(12, 4, 2))
-        controller.b[..., :2].copy_(push.view(-1, 1, 1) * aside)
-        controller.C.copy_(normal(*controller.C.shape))
-    loop = ClosedLoop(robots(-z[:, :2]), controller, h, engine=engine)
+        controller.K.copy_(K)
+        controller.G.copy_(G)
+        controller.b[..., :2].copy_(pushes)
+        controller.C.copy_(C)
+    plant = robots(-z[:, :2])
+    loop = ClosedLoop(plant, controller, h, engine=engine)
     xi = torch.tensor([0.0, 0.0, 3.0, 3.0])
     return LoopProblem(loop, z, xi, cost or Cost())

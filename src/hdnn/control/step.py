@@ -14,7 +14,6 @@ outside act in the agents' own substeps, to which h g w is added: they supply h 
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -44,20 +43,25 @@ class Substeps(NamedTuple):
         """The states `(S, N n)` after the substeps of step t, from y; `push` is added to them."""
         groups = self.groups[::-1] if t % 2 else self.groups
         t = min(t, len(self.A) - 1)
+        sigma = activations.by_row(self.rows)
         for group in groups:
             index = self.entries[group]
             start = y[:, index]
+            pushed = None
+            if push is not None:
+                pushed = start + push[:, index]
             moved = implicit.solve_chord(
                 start,
                 self.B[t, group],
                 self.A[t, group],
                 self.a[t, group],
-                activations.by_row(self.rows),
-                c=None if push is None else start + push[:, index],
+                sigma,
+                c=pushed,
                 max_iter=1000,
                 where=f"step {t} of a closed loop",
             )
-            y = y.index_copy(1, index.flatten(), moved.flatten(1))
+            entries = index.flatten()
+            y = y.index_copy(1, entries, moved.flatten(1))
         return y
 
 
@@ -69,13 +73,18 @@ class System(NamedTuple):
     controller_edges: Substeps
 
     def trajectory(
-        self, y: Tensor, steps: int, first: int, push: Tensor | None
+        self,
+        y: Tensor,
+        steps: int,
+        first: int,
+        push: Tensor | None,
     ):
         """States `(steps + 1, S, N n)`, and those between the own substeps and the edges."""
         states = [y]
         middles = []
-        for t in range(first, first + steps):
-            force = None if push is None else push[t - first]
+        for n in range(steps):
+            t = first + n
+            force = None if push is None else push[n]
             if t % 2:
                 y = self.controller_edges.solve(y, t)
                 y = self.plant_edges.solve(y, t)
@@ -87,9 +96,10 @@ class System(NamedTuple):
                 y = self.plant_edges.solve(y, t)
                 y = self.controller_edges.solve(y, t)
             states.append(y)
+        trajectory = torch.stack(states)
         if not middles:
-            return torch.stack(states), y.new_zeros(0, *y.shape)
-        return torch.stack(states), torch.stack(middles)
+            return trajectory, trajectory[:0]
+        return trajectory, torch.stack(middles)
 
 
 def system(loop: ClosedLoop) -> System:
@@ -99,19 +109,24 @@ def system(loop: ClosedLoop) -> System:
     K = controller.K
     T, N, c, _ = K.shape
     p = plant.states
-    index = torch.arange(N * (p + c), device=K.device).view(N, p + c)
+    n = p + c
+    index = torch.arange(N * n, device=K.device)
+    index = index.view(N, n)
     A = plant.A.to(K)
+    a = plant.a.to(K)
     # From chords to the gradient of the energy.
-    slopes = A.mT * plant.weights.to(K).unsqueeze(-2)
+    weights = plant.weights.to(K)
+    slopes = A.mT * weights.unsqueeze(-2)
     time = (T, 1, 1, 1)
+    offsets = a.repeat(T, 1, 1)
+    gradient = _diagonal(slopes.repeat(time), K.mT)
+    tanh = ("tanh",) * c
     own = Substeps(
         index,
         _diagonal(A.repeat(time), K),
-        torch.cat([plant.a.to(K).repeat(T, 1, 1), controller.b], -1),
-        loop.step
-        * _interconnection(loop)
-        @ _diagonal(slopes.repeat(time), K.mT),
-        plant.activation + ("tanh",) * c,
+        torch.cat([offsets, controller.b], -1),
+        loop.step * _interconnection(loop) @ gradient,
+        plant.activation + tanh,
         (slice(None),),
     )
     plant_edges = _edges(
@@ -119,7 +134,7 @@ def system(loop: ClosedLoop) -> System:
         index[:, :p],
         plant.links,
         plant.couplings.to(K),
-        (A[None], plant.a.to(K)[None], slopes[None]),
+        (A[None], a[None], slopes[None]),
         plant.activation,
     )
     controller_edges = _edges(
@@ -128,7 +143,7 @@ def system(loop: ClosedLoop) -> System:
         controller.links,
         controller.C,
         (K, controller.b, K.mT),
-        ("tanh",) * c,
+        tanh,
     )
     return System(own, plant_edges, controller_edges)
 
@@ -139,7 +154,8 @@ def _interconnection(loop: ClosedLoop) -> Tensor:
     controller = loop.controller
     G = controller.G
     port = G @ plant.g.to(G).mT
-    damped = controller.J.to(G) - torch.diag_embed(controller.R.to(G))
+    damping = torch.diag_embed(controller.R)
+    damped = (controller.J - damping).to(G)
     moved = (plant.J - plant.R).to(G)
     return blocks([[moved, -port.mT], [port, damped]])
 
@@ -147,25 +163,29 @@ def _interconnection(loop: ClosedLoop) -> Tensor:
 def _edges(h, index, links, couplings, rows, names) -> Substeps:
     """The substeps of edges (i, k), in which C moves i by k and -C^T moves k by i."""
     A, a, slopes = rows
-    ends = torch.tensor(links, dtype=torch.long, device=index.device).view(
-        -1, 2
-    )
-    i, k = ends.unbind(1)
+    i = [first for first, _ in links]
+    k = [second for _, second in links]
     zero = torch.zeros_like(couplings)
     skew = blocks([[zero, couplings], [-couplings.mT, zero]])
-    sizes = [len(group) for group in colours(links)]
-    bounds = accumulate(sizes, initial=0)
+    gradient = _diagonal(slopes[:, i], slopes[:, k])
+    groups = []
+    first = 0
+    for group in colours(links):
+        last = first + len(group)
+        groups.append(slice(first, last))
+        first = last
     return Substeps(
         torch.cat([index[i], index[k]], -1),
         _diagonal(A[:, i], A[:, k]),
         torch.cat([a[:, i], a[:, k]], -1),
-        h * skew @ _diagonal(slopes[:, i], slopes[:, k]),
+        h * skew @ gradient,
         names * 2,
-        tuple(slice(low, high) for low, high in pairwise(bounds)),
+        tuple(groups),
     )
 
 
 def _diagonal(first: Tensor, second: Tensor) -> Tensor:
     """Matrices `(..., r, k)` and `(..., s, l)` as blocks on the diagonal."""
     top = pad(first, (0, second.shape[-1]))
-    return torch.cat([top, pad(second, (first.shape[-1], 0))], -2)
+    bottom = pad(second, (first.shape[-1], 0))
+    return torch.cat([top, bottom], -2)

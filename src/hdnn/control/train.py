@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,8 @@ from hdnn.errors import (
 )
 from hdnn.progress import Progress
 from hdnn.training import checkpoint
+from hdnn.training.fit import one_thread
+from hdnn.training.recipes import cosine
 
 SAVE_EVERY = 2.0  # seconds between checkpoints
 WARM_UP = 10  # iterations in which the rate rises
@@ -84,31 +85,33 @@ class LoopTraining:
             raise OptionError(
                 "all weights of the controllers are frozen; nothing can be trained."
             )
-        options: dict[str, Any] = {"betas": BETAS, "fused": True}
-        self.optimizer = torch.optim.Adam(weights, lr=self.rate, **options)
+        self.optimizer = torch.optim.Adam(
+            weights,
+            lr=self.rate,
+            betas=BETAS,
+            fused=True,
+        )
         self.history: dict[str, list[float]] = {}
         self.done = 0
         self.folder = folder
         self.identity = self._identity()
         if folder is not None:
             with ExitStack() as stack:
-                self.folder = checkpoint.open_folder(folder, resume, stack)
-                self._restore(folder)
+                checkpoint.open_folder(folder, resume, stack)
+                self._restore(Path(folder))
 
     def run(
         self,
         progress: bool = True,
         *,
         until: int | None = None,
-        callback: Callable[[Self], bool | None] | None = None,
     ) -> dict[str, list[float]]:
         """Train to the end, or up to an iteration.
 
         Args:
             progress: show one line while a person waits at a terminal.
-            until: the number of iterations after which to return; by default all.
-            callback: called with this training after each iteration; the run ends if it returns
-                True, and another run goes on from there.
+            until: the number of iterations after which to return; by default all. Another run
+                goes on from there.
 
         Returns:
             The history, a number an iteration: the cost, its terms (each times its weight), the
@@ -117,32 +120,27 @@ class LoopTraining:
         Raises:
             ConvergenceError: if the cost is not finite, or a step of the loop has no solution.
         """
-        last = self.iterations if until is None else min(until, self.iterations)
+        last = self.iterations
+        if until is not None:
+            last = min(until, last)
         saved = time.monotonic()
-        threads = torch.get_num_threads()
-        # Idle threads of PyTorch would spin on the kernel's cores.
-        torch.set_num_threads(1)
-        try:
-            with ExitStack() as stack:
-                line = None
-                if progress:
-                    line = stack.enter_context(Progress("training", last))
-                if self.folder is not None:
-                    checkpoint.open_folder(self.folder, True, stack)
-                while self.done < last:
-                    self._iterate()
-                    if line is not None:
-                        cost = self.history["cost"][-1]
-                        line.update(self.done, f"cost {cost:.4g}")
-                    stop = callback is not None and callback(self)
-                    if time.monotonic() - saved > SAVE_EVERY:
-                        self._save()
-                        saved = time.monotonic()
-                    if stop:
-                        break
-        finally:
-            torch.set_num_threads(threads)
-            self._save()
+        with ExitStack() as stack:
+            # Idle threads of PyTorch would spin on the kernel's cores.
+            stack.enter_context(one_thread())
+            if self.folder is not None:
+                checkpoint.open_folder(self.folder, True, stack)
+                stack.callback(self._save)
+            line = None
+            if progress:
+                line = stack.enter_context(Progress("training", last))
+            while self.done < last:
+                self._iterate()
+                if line is not None:
+                    cost = self.history["cost"][-1]
+                    line.update(self.done, f"cost {cost:.4g}")
+                if time.monotonic() - saved > SAVE_EVERY:
+                    self._save()
+                    saved = time.monotonic()
         return self.history
 
     def starts(self, iteration: int) -> Tensor:
@@ -172,9 +170,8 @@ class LoopTraining:
         self.done += 1
         numbers = {"cost": value, **terms, "rate": rate}
         if self.loop.plant.agents > 1:
-            squares = squared_distances(
-                trajectory.detach(), self.problem.dimensions, None
-            )
+            dimensions = self.problem.dimensions
+            squares = squared_distances(trajectory.detach(), dimensions)
             numbers["distance"] = float(squares.amin()) ** 0.5
         for name, number in numbers.items():
             self.history.setdefault(name, []).append(number)
@@ -192,13 +189,12 @@ class LoopTraining:
 
     def _identity(self) -> dict[str, Any]:
         """Everything that decides the bits of the training."""
-        cost: Any = self.problem.cost
         return {
             "iterations": self.iterations,
             "batch": self.batch,
             "rate": self.rate,
             "seed": self.seed,
-            "cost": cost.to_dict() if hasattr(cost, "to_dict") else str(cost),
+            "cost": str(self.problem.cost),
             "radius": self.problem.radius,
             "start": checkpoint.digest([self.problem.z, self.problem.xi]),
             "weights": checkpoint.digest(self.loop.state_dict().values()),
@@ -206,13 +202,17 @@ class LoopTraining:
 
     def _save(self) -> None:
         if self.folder is not None:
-            values = {"done": self.done, "history": self.history}
-            state = (self.loop, self.optimizer)
-            place = Path(self.folder)
-            checkpoint.write(place, self.identity, values, {}, *state)
+            checkpoint.write(
+                Path(self.folder),
+                self.identity,
+                {"done": self.done, "history": self.history},
+                {},
+                self.loop,
+                self.optimizer,
+            )
 
-    def _restore(self, folder: str | Path) -> None:
-        saved = checkpoint.read(Path(folder), self.identity)
+    def _restore(self, folder: Path) -> None:
+        saved = checkpoint.read(folder, self.identity)
         if saved is None:
             return
         checkpoint.restore(saved, self.loop, self.optimizer)
@@ -222,5 +222,6 @@ class LoopTraining:
 
 def rate_factor(done: int, iterations: int) -> float:
     """The factor of the rate after some iterations: it rises, then falls as a cosine."""
-    falling = 0.5 * (1 + math.cos(math.pi * done / iterations))
-    return min(1.0, (done + 1) / WARM_UP) * (LOWEST + (1 - LOWEST) * falling)
+    rising = min(1.0, (done + 1) / WARM_UP)
+    falling = LOWEST + (1 - LOWEST) * cosine(done / iterations)
+    return rising * falling

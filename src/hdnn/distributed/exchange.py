@@ -55,7 +55,10 @@ class Messages:
     """
 
     def __init__(
-        self, plan: Plan, store: Any = None, timeout: float = 60.0
+        self,
+        plan: Plan,
+        store: Any = None,
+        timeout: float = 60.0,
     ) -> None:
         self.plan = plan
         self.store = store
@@ -64,16 +67,20 @@ class Messages:
         self.bytes: Counter[int] = Counter()
 
     def swap(
-        self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]
+        self,
+        out: Mapping[int, Tensor],
+        into: Mapping[int, Tensor],
     ) -> None:
         """Send tensors to some processes and receive from some, all at once."""
         pending = []
         peer = -1
         try:
             for peer, tensor in into.items():
-                pending.append((peer, dist.irecv(tensor, peer)))
+                work = dist.irecv(tensor, peer)
+                pending.append((peer, work))
             for peer, tensor in out.items():
-                pending.append((peer, dist.isend(tensor, peer)))
+                work = dist.isend(tensor, peer)
+                pending.append((peer, work))
                 self.sent[peer] += 1
                 self.bytes[peer] += tensor.nbytes
             for peer, work in pending:  # noqa: B007
@@ -117,7 +124,8 @@ class Messages:
         rows = []
         counts = self.up(counts)
         for i, k in counts[..., 0].nonzero().tolist():
-            rows.append([i, k, *counts[i, k].tolist()])
+            messages, size = counts[i, k].tolist()
+            rows.append([i, k, messages, size])
         return rows
 
     # Beginning and end
@@ -146,15 +154,14 @@ class Messages:
         for rank, entry in enumerate(entries):
             differing = [k for k in facts if entry.get(k) != first.get(k)]
             if differing:
+                names = " and another ".join(differing)
                 raise OptionError(
-                    f"{self.plan.name(rank)} has another {' and another '.join(differing)} than "
-                    f"{self.plan.name(0)}; start all processes with the same."
+                    f"{self.plan.name(rank)} has another {names} than {self.plan.name(0)}; start "
+                    "all processes with the same."
                 )
-        one = torch.ones(1)
-        self.swap(
-            dict.fromkeys(self.plan.peers, one),
-            {peer: one.clone() for peer in self.plan.peers},
-        )
+        out = {peer: torch.ones(1) for peer in self.plan.peers}
+        into = {peer: torch.ones(1) for peer in self.plan.peers}
+        self.swap(out, into)
 
     def report(self, text: str) -> str:
         """Tell all processes why the training stops; the first reason is returned."""
@@ -212,7 +219,8 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
 
     def meet() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            met.append(next(rendezvous("env://", timeout=wait))[0])
+            store, *_ = next(rendezvous("env://", timeout=wait))
+            met.append(store)
 
     # A thread, because PyTorch waits forever for a listener that accepts and never answers.
     thread = threading.Thread(target=meet, daemon=True)
@@ -220,14 +228,18 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
     thread.join(timeout)
     if not met:
         host = os.environ.get("MASTER_ADDR", "?")
-        address = f"{host}:{os.environ.get('MASTER_PORT', '?')}"
+        port = os.environ.get("MASTER_PORT", "?")
         raise LostError(
-            f"rendezvous of {size} processes at {address} failed in {timeout:g} s."
+            f"rendezvous of {size} processes at {host}:{port} failed in {timeout:g} s."
         )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"hdnn-{attempt}", met[0])
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=wait
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=wait,
     )
     return Messages(plan, store, timeout)
 
@@ -242,7 +254,11 @@ def _parsed(entry: bytes) -> dict[str, Any]:
 
 
 def exchange(
-    x: Tensor, halo: Halo, messages: Messages, *, reverse: bool = False
+    x: Tensor,
+    halo: Halo,
+    messages: Messages,
+    *,
+    reverse: bool = False,
 ) -> Tensor:
     """The own rows and those of neighbours; in reverse, what all processes add to the own rows.
 
@@ -281,7 +297,11 @@ class _Collect(torch.autograd.Function):
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, halo: Halo, messages: Messages, reverse: bool
+        ctx: Any,
+        x: Tensor,
+        halo: Halo,
+        messages: Messages,
+        reverse: bool,
     ) -> Tensor:
         ctx.settings = halo, messages, reverse
         own = {}
@@ -289,24 +309,22 @@ class _Exchange(torch.autograd.Function):
             own[peer] = x.index_select(0, rows)
         others = {}
         for peer, (first, last) in halo.receive.items():
-            rows = (
-                x[first:last]
-                if reverse
-                else x.new_empty(last - first, x.shape[1])
-            )
-            others[peer] = rows.contiguous()
+            others[peer] = x.new_empty(last - first, x.shape[1])
+            if reverse:
+                others[peer].copy_(x[first:last])
         if not reverse:
             messages.swap(own, others)
             return torch.cat([x, *others.values()])
         messages.swap(others, own)
-        total = x[: halo.rows].clone(memory_format=torch.contiguous_format)
+        total = x[: halo.rows].contiguous()
         for peer, rows in halo.send.items():
-            total.index_add_(0, rows, own[peer])
+            total = total.index_add(0, rows, own[peer])
         return total
 
     @staticmethod
     def backward(
-        ctx: Any, *gradients: Tensor
+        ctx: Any,
+        *gradients: Tensor,
     ) -> tuple[Tensor, None, None, None]:
         halo, messages, reverse = ctx.settings
         gradient = exchange(gradients[0], halo, messages, reverse=not reverse)

@@ -3,7 +3,6 @@
     nodes = 8
     edges = [[0, 1], [1, 2]]          # S: who may depend on whom, both ways
     R = [[0, 1]]                      # links of K; by default those that free most weights
-    T = [[0, 1]]                      # links of X or J; by default none
     sizes = 1                         # pairs (p, q) of features of a node, or a list of them
     names = ["pump", "valve", ..]     # instead of nodes; numbers still work
     columns = {flow = "pump", ..}     # which node has which column of a table
@@ -38,7 +37,7 @@ from hdnn.sparsity import Breach, Sparsity
 # The neighbours of each node, itself among them, in order.
 Links = list[list[int]]
 
-KEYS = ("nodes", "edges", "R", "T", "sizes", "names", "columns")
+KEYS = ("nodes", "edges", "R", "sizes", "names", "columns")
 NAME = re.compile(r"[^\W_]([\w .-]{0,62}[\w-])?")  # files are called by it
 MOST_NODES = 200_000  # each process walks over all of them
 MOST_DESIGNED = 1000  # nodes, for which an R is found in seconds
@@ -49,11 +48,9 @@ class Graph:
 
     Args:
         nodes: their number; may be left out if `names` are given.
-        edges: pairs of nodes that may depend on each other (S); if given, R and T must keep to
-            them.
+        edges: pairs of nodes that may depend on each other (S); if given, R must keep to them.
         R: the links of K, as pairs of nodes or as a matrix of 0 and 1; by default those that free
             most weights for the edges.
-        T: the links of X or J, likewise; by default none.
         sizes: the pairs (p, q) of features of each node, or one number for all.
         names: of the nodes, for messages and files.
         columns: the node of each column of a table, or the columns of each node.
@@ -75,15 +72,14 @@ class Graph:
         *,
         edges: Any = None,
         R: Any = None,
-        T: Any = None,
         sizes: int | Sequence[int] = 1,
         names: Sequence[str] = (),
         columns: Mapping[str, Any] | None = None,
     ) -> None:
         self.names = _checked_names(names)
-        self.nodes = positive_int(
-            "nodes", len(self.names) if nodes is None else nodes
-        )
+        if nodes is None:
+            nodes = len(self.names)
+        self.nodes = positive_int("nodes", nodes)
         if self.nodes > MOST_NODES:
             raise OptionError(
                 f"a graph has up to {MOST_NODES} nodes, but there are {self.nodes}."
@@ -100,15 +96,9 @@ class Graph:
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self.columns = self._columns(columns or {})
         self.S = None if edges is None else self._pairs("edges", edges)
-        self.T = self._pattern("T", [] if T is None else T)
-        if sparsity.transposed(self.T) != self.T:
-            raise OptionError(
-                "T must be symmetric, because J is skew-symmetric; use T + T^T."
-            )
-        self.R = self._designed() if R is None else self._pattern("R", R)
-        # R + R^T + T: the links that carry messages.
-        back = sparsity.transposed(self.R)
-        self.used = _union(_union(self.R, back), self.T)
+        self.R = self._designed() if R is None else self._pattern(R)
+        # R + R^T: the links that carry messages.
+        self.used = _union(self.R, sparsity.transposed(self.R))
 
     @property
     def talking(self) -> Links:
@@ -147,16 +137,19 @@ class Graph:
     @classmethod
     def ring(cls, nodes: int, size: int = 1) -> Graph:
         """Nodes on a ring, each linked with its two neighbours."""
-        return cls(
-            nodes, R=[[i, (i + 1) % nodes] for i in range(nodes)], sizes=size
-        )
+        links = [[i, (i + 1) % nodes] for i in range(nodes)]
+        return cls(nodes, R=links, sizes=size)
 
     @classmethod
     def grid(cls, rows: int, columns: int, size: int = 1) -> Graph:
         """Nodes on a grid, each linked with its up to four neighbours."""
         nodes = range(rows * columns)
-        links = [[i, i + 1] for i in nodes if (i + 1) % columns]
-        links += [[i, i + columns] for i in nodes[:-columns]]
+        links = []
+        for i in nodes:
+            if (i + 1) % columns:
+                links.append([i, i + 1])
+            if i + columns in nodes:
+                links.append([i, i + columns])
         return cls(len(nodes), R=links, sizes=size)
 
     # Facts
@@ -169,41 +162,50 @@ class Graph:
     def places(self, nodes: Sequence[int], *, both: bool) -> torch.Tensor:
         """The features of some nodes: in a half of the state of all, or in both, p and then q."""
         places: list[int] = []
+        middle = self.features // 2
         for node in nodes:
-            half = range(self.first[node], self.first[node + 1])
-            places += half
+            first = self.first[node]
+            last = self.first[node + 1]
+            places += range(first, last)
             if both:
-                places += [self.features // 2 + place for place in half]
+                places += range(middle + first, middle + last)
         return torch.tensor(places)
 
     def breaches(self, most: int = 1000) -> list[Breach]:
         """Pairs of nodes that updates need and the edges lack, up to so many of them."""
         if self.S is None:
             return []
-        return list(islice(sparsity.breaches(self.T, self.R, self.S), most))
+        T = [[node] for node in range(self.nodes)]
+        breaches = sparsity.breaches(T, self.R, self.S)
+        return list(islice(breaches, most))
 
     def check(self) -> None:
         """Raise an `OptionError` unless updates need linked nodes only and all are joined."""
         sparsity.check_no_breach(self.breaches(5), self.label)
         apart = sparsity.groups(self.talking)
         if len(apart) > 1:
+            first = self.label(apart[0][0])
+            second = self.label(apart[1][0])
             raise OptionError(
                 f"the graph has {len(apart)} connected components, but nodes learn together only "
-                f"if links join them: add one between {self.label(apart[0][0])} and "
-                f"{self.label(apart[1][0])}."
+                f"if links join them: add one between {first} and {second}."
             )
 
     def label(self, node: int) -> str:
         """The name of a node, or its number."""
-        return self.names[node] if self.names else str(node)
+        if self.names:
+            return self.names[node]
+        return str(node)
 
     def key(self, node: int) -> str:
         """The name of a node in file names: node-00003 or node-pump."""
-        return f"node-{self.names[node]}" if self.names else f"node-{node:05d}"
+        if self.names:
+            return f"node-{self.names[node]}"
+        return f"node-{node:05d}"
 
     def digest(self) -> str:
         """A text that is the same for equal graphs only."""
-        content = json.dumps([self.R, self.T, self.S, self.sizes])
+        content = json.dumps([self.R, self.S, self.sizes])
         return hashlib.sha256(content.encode()).hexdigest()
 
     def table(self) -> dict[str, Any]:
@@ -211,8 +213,10 @@ class Graph:
         table: dict[str, Any] = {"nodes": self.nodes}
         if self.S is not None:
             table["edges"] = _edges(self.S)
-        table["R"] = _short(self.R)
-        table["T"] = _short(self.T)
+        # Links where that says it all, else a matrix.
+        table["R"] = _edges(self.R)
+        if self.used != self.R:
+            table["R"] = _matrix(self.R).int().tolist()
         table["sizes"] = list(self.sizes)
         if self.names:
             table["names"] = list(self.names)
@@ -225,7 +229,7 @@ class Graph:
         return Sparsity(_matrix(self.R), sizes=self.sizes)
 
     def __repr__(self) -> str:
-        links = (sum(map(len, self.used)) - self.nodes) // 2
+        links = len(_edges(self.used))
         return f"Graph({self.nodes} nodes, {links} links)"
 
     # Arguments
@@ -236,7 +240,8 @@ class Graph:
             raise OptionError(
                 f"R is missing; it is designed from edges, for up to {MOST_DESIGNED} nodes."
             )
-        return sparsity.links_of(sparsity.design(_matrix(self.S), self.sizes).R)
+        designed = sparsity.design(_matrix(self.S), self.sizes)
+        return sparsity.links_of(designed.R)
 
     def _number(self, node: Any, where: str) -> int:
         """The number of a node that is given by number or by name."""
@@ -244,7 +249,7 @@ class Graph:
             return self._numbers[node]
         if type(node) is int and 0 <= node < self.nodes:
             return node
-        names = f", or {', '.join(self.names[:8])}" if self.names else ""
+        names = "".join(f", {name}" for name in self.names[:8])
         raise OptionError(
             f"{where} has {_shown(node)}, but nodes are 0 to {self.nodes - 1}{names}."
         )
@@ -265,23 +270,30 @@ class Graph:
             rows[k].add(i)
         return [sorted(row) for row in rows]
 
-    def _pattern(self, key: str, value: Any) -> Links:
-        """A pattern from pairs of nodes, or from a matrix with ones on its diagonal."""
-        if isinstance(value, torch.Tensor):
-            value = value.int().tolist()
-        rows = value if isinstance(value, (list, tuple)) else ()
-        sizes = [len(row) for row in rows if isinstance(row, (list, tuple))]
-        # Two nodes: [[1, 0], [0, 1]] is a matrix, other rows are links.
-        if sizes != [self.nodes] * self.nodes or (
-            self.nodes == 2 and not value[0][0] == value[1][1] == 1
-        ):
-            return self._pairs(key, value)
-        links = sparsity.links_of(sparsity.binary(key, value))
+    def _pattern(self, R: Any) -> Links:
+        """R from pairs of nodes, or from a matrix with ones on its diagonal."""
+        if not self._is_matrix(R):
+            return self._pairs("R", R)
+        links = sparsity.links_of(sparsity.binary("R", R))
         if any(i not in row for i, row in enumerate(links)):
             raise OptionError(
-                f"every node is its own neighbour: {key} needs ones on its diagonal."
+                "every node is its own neighbour: R needs ones on its diagonal."
             )
         return links
+
+    def _is_matrix(self, R: Any) -> bool:
+        """True for a matrix of 0 and 1, False for links."""
+        if isinstance(R, torch.Tensor):
+            return True
+        if not isinstance(R, (list, tuple)):
+            return False
+        sizes = [len(row) for row in R if isinstance(row, (list, tuple))]
+        if sizes != [self.nodes] * self.nodes:
+            return False
+        if self.nodes != 2:
+            return True
+        # [[1, 0], [0, 1]] is the link of two nodes, from both ends.
+        return R[0][0] == R[1][1] == 1 and bool(R[0][1] or R[1][0])
 
     def _columns(self, owners: Mapping[str, Any]) -> dict[str, int]:
         """The node of each column."""
@@ -317,7 +329,8 @@ def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _union(first: Links, second: Links) -> Links:
-    return [sorted({*a, *b}) for a, b in zip(first, second, strict=True)]
+    pairs = zip(first, second, strict=True)
+    return [sorted({*a, *b}) for a, b in pairs]
 
 
 def _matrix(links: Links) -> torch.Tensor:
@@ -328,16 +341,14 @@ def _matrix(links: Links) -> torch.Tensor:
 
 
 def _edges(links: Links) -> list[list[int]]:
-    return [[i, k] for i, row in enumerate(links) for k in row if i < k]
-
-
-def _short(links: Links) -> list[list[int]]:
-    """A list of links if the pattern is symmetric, else its matrix."""
-    if sparsity.transposed(links) == links:
-        return _edges(links)
-    return _matrix(links).int().tolist()
+    edges = []
+    for i, row in enumerate(links):
+        edges += [[i, k] for k in row if i < k]
+    return edges
 
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) > 60:
+        return f"{text[:57]}..."
+    return text

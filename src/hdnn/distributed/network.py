@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class GraphForce(NamedTuple):
 
     def layers(self) -> Iterator[GraphForce]:
         """The force of each layer alone."""
-        for K, b in zip(self.K.unbind(0), self.b.unbind(0), strict=True):
+        for K, b in zip(self.K, self.b, strict=True):
             yield self._replace(K=K, b=b)
 
     def __call__(self, x: Tensor, sigma: Activation) -> Tensor:
@@ -57,15 +58,20 @@ class GraphForce(NamedTuple):
         row = 0
         for group in halo.groups:
             nodes, rows, _ = group.shape
-            K = self.K[group.first : group.last].view(group.shape)
+            K = self.K[group.first : group.last]
+            K = K.view(group.shape)
             last = row + nodes * rows
             b = self.b[row:last].view(nodes, 1, rows)
             row = last
-            x = state.index_select(0, group.columns).view(nodes, -1, batch)
-            moved = schemes.Force(K, b)(x.mT, sigma).mT.flatten(0, 1)
+            x = state.index_select(0, group.columns)
+            x = x.view(nodes, -1, batch)
+            moved = schemes.Force(K, b)(x.mT, sigma)
+            moved = moved.mT.flatten(0, 1)
             contributions = contributions.index_add(0, group.columns, moved)
         v = exchange(contributions, halo, self.messages, reverse=True).mT
-        return v if halo.scale == 1 else _turned(v, halo)
+        if halo.scale == 1:
+            return v
+        return _turned(v, halo)
 
 
 def _turned(v: Tensor, halo: Halo) -> Tensor:
@@ -73,7 +79,8 @@ def _turned(v: Tensor, halo: Halo) -> Tensor:
     pieces = []
     for node in halo.plan.nodes:
         first = halo.place[node]
-        p, q = v[:, first : first + halo.height(node)].chunk(2, 1)
+        last = first + halo.height(node)
+        p, q = v[:, first:last].chunk(2, 1)
         pieces += [-q, p]
     return torch.cat(pieces, 1)
 
@@ -121,19 +128,24 @@ class GraphNetwork(nn.Module):
         self.activation = activations.get(activation)
         self.plan = plan
         self.messages = messages
-        self.halo = Halo(plan, 1 if self.scheme.halves else 2)
-        for half in ("_p", "_q") if self.scheme.halves else ("",):
+        self.halves = ("_p", "_q") if self.scheme.halves else ("",)
+        scale = 2 // len(self.halves)
+        self.halo = Halo(plan, scale)
+        for half in self.halves:
             K = torch.zeros(layers, self.halo.entries, dtype=dtype)
+            K = nn.Parameter(K)
             b = torch.zeros(layers, self.halo.rows, dtype=dtype)
-            self.register_parameter(f"K{half}", nn.Parameter(K))
-            self.register_parameter(f"b{half}", nn.Parameter(b))
+            b = nn.Parameter(b)
+            self.register_parameter(f"K{half}", K)
+            self.register_parameter(f"b{half}", b)
 
     @property
     def positions(self) -> Tensor:
         """The columns of the state of all nodes that are the own columns."""
         own = self._places(self.plan.nodes)
         if self.scheme.halves:
-            return torch.cat([own, own + self.plan.graph.features // 2])
+            middle = self.plan.graph.features // 2
+            return torch.cat([own, middle + own])
         return own
 
     def forward(self, y: Tensor) -> Tensor:
@@ -142,17 +154,25 @@ class GraphNetwork(nn.Module):
         if torch.is_grad_enabled() and not y.requires_grad:
             y = y.detach().requires_grad_()
         forces: list[Any] = []
-        for half in ("_p", "_q") if self.scheme.halves else ("",):
+        for half in self.halves:
             K = self.get_parameter(f"K{half}")
             b = self.get_parameter(f"b{half}")
-            forces.append(GraphForce(K, b, self.halo, self.messages))
-        return schemes.run(self.scheme, y, forces, self.step, self.activation)
+            force = GraphForce(K, b, self.halo, self.messages)
+            forces.append(force)
+        return schemes.run(
+            self.scheme,
+            y,
+            forces,
+            self.step,
+            self.activation,
+        )
 
     def smoothness(self) -> Tensor:
         """The own share of the penalty on differences between neighbouring layers."""
         total = torch.zeros(())
         for weight in self.parameters():
-            total = total + weight.diff(dim=0).square().sum()
+            change = weight.diff(dim=0)
+            total = total + change.square().sum()
         return 0.5 * self.step * total
 
     @torch.no_grad()
@@ -162,12 +182,13 @@ class GraphNetwork(nn.Module):
         K is `gain` times N(0, 1/w), where w is the number of features that a row reads; b is 0.
         """
         for node, weights in self._weights():
-            generator = torch.Generator().manual_seed(
-                (seed * 1_000_003 + node) % 2**63
-            )
+            own_seed = (seed * 1_000_003 + node) % 2**63
+            generator = torch.Generator().manual_seed(own_seed)
             for name, weight, _ in weights:
                 drawn = torch.randn(
-                    weight.shape, generator=generator, dtype=torch.float64
+                    weight.shape,
+                    generator=generator,
+                    dtype=torch.float64,
                 )
                 scale = 0.0
                 if name.startswith("K"):
@@ -199,19 +220,17 @@ class GraphNetwork(nn.Module):
         """At the root a network with the weights of all nodes, which come along the tree."""
         net = self.whole()
         totals = {}
-        for name in dict(self.named_parameters()):
-            totals[name] = torch.zeros_like(net.weight(name).detach())
+        for name, _ in self.named_parameters():
+            totals[name] = torch.zeros_like(net.weight(name))
         for _, weights in self._weights():
             for name, weight, place in weights:
                 totals[name][place] = weight
         for name, total in totals.items():
-            total = self.messages.up(total)
-            if self.plan.is_root:
-                net.assign(name, total)
+            net.assign(name, self.messages.up(total))
         return net if self.plan.is_root else None
 
     def _weights(self) -> Iterator[tuple[int, list[tuple[str, Tensor, Any]]]]:
-        """Each own node, with views of its weights and their places in those of all nodes.
+        """Each own node, with views of its weights and their places in the whole network's.
 
         K is (N, rows, columns), b is (N, rows).
         """
@@ -220,15 +239,15 @@ class GraphNetwork(nn.Module):
         every = slice(None)
         for group in self.halo.groups:
             count, height, width = group.shape
-            for k in range(count):
-                node = next(nodes)
-                first = group.first + k * height * width
+            first = group.first
+            for node in islice(nodes, count):
+                last = first + height * width
                 rows = self._places([node])
                 columns = self._places(self.plan.graph.R[node])
                 weights: list[tuple[str, Tensor, Any]] = []
                 for name, weight in self.named_parameters():
                     if name.startswith("K"):
-                        entries = weight[:, first : first + height * width]
+                        entries = weight[:, first:last]
                         view = entries.view(-1, height, width)
                         place = (every, rows[:, None], columns)
                     else:
@@ -236,8 +255,10 @@ class GraphNetwork(nn.Module):
                         place = (every, rows)
                     weights.append((name, view, place))
                 row += height
+                first = last
                 yield node, weights
 
     def _places(self, nodes: list[int]) -> Tensor:
         """The places of some nodes in a half of the state of all nodes, or in the whole state."""
-        return self.plan.graph.places(nodes, both=not self.scheme.halves)
+        both = not self.scheme.halves
+        return self.plan.graph.places(nodes, both=both)

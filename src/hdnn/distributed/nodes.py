@@ -79,7 +79,11 @@ def write_nodes(
 
 
 def load(
-    data: str, plan: Plan, positions: Tensor, seed: int, dtype: torch.dtype
+    data: str,
+    plan: Plan,
+    positions: Tensor,
+    seed: int,
+    dtype: torch.dtype,
 ) -> tuple[dict[str, Samples], int]:
     """Samples to train on and to test with, and the number of classes (0 for values).
 
@@ -93,11 +97,14 @@ def load(
     samples = {}
     if data in planar.SETS:
         points = planar.load(data, seed=seed, dtype=dtype)
+        places = entry_points(plan.graph)
         for part in ("train", "test"):
             t = getattr(points, f"t_{part}")
             x = getattr(points, f"x_{part}")
-            own = place(x, entry_points(plan.graph), positions)
-            samples[part] = Samples(own, t, checkpoint.digest([t]))
+            own = place(x, places, positions)
+            order = checkpoint.digest([t])
+            labels = t if plan.is_root else None
+            samples[part] = Samples(own, labels, order)
         return samples, 2
     home = Path(data)
     if not home.is_dir():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hdnn.distributed.graph import Graph
-from hdnn.errors import OptionError, positive_int, require
+from hdnn.errors import OptionError, positive_int
 
 
 def partition(graph: Graph, parts: int) -> list[int]:
@@ -34,26 +36,23 @@ def partition(graph: Graph, parts: int) -> list[int]:
     if parts == nodes:
         return list(range(nodes))
     if parts > 1 and importlib.util.find_spec("pymetis"):
-        owner = _metis(graph, parts)
+        neighbours = []
+        for node, row in enumerate(graph.used):
+            neighbours.append([other for other in row if other != node])
+        pymetis = importlib.import_module("pymetis")
+        _, owner = pymetis.part_graph(parts, adjacency=neighbours)
         # It may leave a process of a tiny graph without a node.
         if len(set(owner)) == parts:
-            return owner
+            return list(owner)
     owner = [0] * nodes
     for place, node in enumerate(_breadth_first(graph.talking, 0)):
         owner[node] = place * parts // nodes
     return owner
 
 
-def _metis(graph: Graph, parts: int) -> list[int]:
-    neighbours = []
-    for node, row in enumerate(graph.used):
-        neighbours.append([other for other in row if other != node])
-    pymetis = require("pymetis", extra="graph")
-    return list(pymetis.part_graph(parts, adjacency=neighbours)[1])
-
-
 def _breadth_first(
-    links: Sequence[Collection[int]], root: int
+    links: Sequence[Collection[int]],
+    root: int,
 ) -> dict[int, int]:
     """The parent of each node that links join to the root, in order of their distance from it."""
     parents = {root: root}
@@ -83,7 +82,10 @@ class Plan:
     """
 
     def __init__(
-        self, graph: Graph, owner: Sequence[int], rank: int = 0
+        self,
+        graph: Graph,
+        owner: Sequence[int],
+        rank: int = 0,
     ) -> None:
         self.graph = graph
         self.owner = owner
@@ -93,7 +95,8 @@ class Plan:
         self.nodes = sorted(own, key=self._shape)
         links: list[set[int]] = [set() for _ in range(self.size)]
         for node, row in enumerate(graph.talking):
-            links[owner[node]].update(owner[other] for other in row)
+            others = [owner[other] for other in row]
+            links[owner[node]].update(others)
         root = owner[0]
         parents = _breadth_first(links, root)
         if len(parents) < self.size or not own:
@@ -102,9 +105,10 @@ class Plan:
                 "them only; every process needs a node, and links to the others."
             )
         self.peers = sorted(links[rank] - {rank})
-        self.parent = None if rank == root else parents[rank]
-        below = [k for k, parent in parents.items() if parent == rank]
-        self.children = [k for k in below if k != root]
+        # The root is its own parent there.
+        del parents[root]
+        self.parent = parents.get(rank)
+        self.children = [k for k in parents if parents[k] == rank]
 
     def _shape(self, node: int) -> tuple[int, int]:
         return self.graph.sizes[node], self.width(node)
@@ -116,7 +120,8 @@ class Plan:
 
     def width(self, node: int) -> int:
         """The pairs of features of a node and its neighbours in R."""
-        return sum(self.graph.sizes[k] for k in self.graph.R[node])
+        graph = self.graph
+        return sum(graph.sizes[k] for k in graph.R[node])
 
     def name(self, rank: int) -> str:
         """A process in messages: by its nodes."""
@@ -129,8 +134,7 @@ class Plan:
         return f"process {rank} (nodes {', '.join(labels)})"
 
 
-@dataclass
-class NodeGroup:
+class NodeGroup(NamedTuple):
     """Nodes with equally many rows and columns of K, which are multiplied at once."""
 
     first: int  # of the free entries of K
@@ -139,8 +143,7 @@ class NodeGroup:
 
     @property
     def last(self) -> int:
-        nodes, rows, columns = self.shape
-        return self.first + nodes * rows * columns
+        return self.first + math.prod(self.shape)
 
 
 class Halo:
@@ -168,26 +171,24 @@ class Halo:
         for node in plan.nodes:
             self._add(node)
         self.rows = self.extended
-        reads: dict[int, set[int]] = {peer: set() for peer in plan.peers}
-        read_by: dict[int, set[int]] = {peer: set() for peer in plan.peers}
+        # The nodes whose rows one process reads from another.
+        read: dict[tuple[int, int], set[int]] = {}
         for node, row in enumerate(graph.R):
             for other in row:
-                here = owner[node]
-                there = owner[other]
-                if here == plan.rank != there:
-                    reads[there].add(other)
-                if there == plan.rank != here:
-                    read_by[here].add(other)
+                pair = owner[node], owner[other]
+                read.setdefault(pair, set()).add(other)
         self.receive: dict[int, tuple[int, int]] = {}
         self.send: dict[int, Tensor] = {}
         for peer in plan.peers:
             first = self.extended
-            for node in sorted(reads[peer]):
+            received = read.get((plan.rank, peer), ())
+            for node in sorted(received):
                 self._add(node)
-            if reads[peer]:
+            if received:
                 self.receive[peer] = first, self.extended
-            if read_by[peer]:
-                self.send[peer] = self.index(sorted(read_by[peer]))
+            sent = read.get((peer, plan.rank), ())
+            if sent:
+                self.send[peer] = self.index(sorted(sent))
         self.groups = self._groups()
         self.entries = self.groups[-1].last
 
@@ -211,13 +212,15 @@ class Halo:
         graph = self.plan.graph
         alike: dict[tuple[int, int], list[int]] = {}
         for node in self.plan.nodes:
-            shape = (self.height(node), self.scale * self.plan.width(node))
+            width = self.scale * self.plan.width(node)
+            shape = (self.height(node), width)
             alike.setdefault(shape, []).append(node)
         groups = []
         first = 0
         for (height, width), nodes in alike.items():
-            columns = torch.cat([self.index(graph.R[node]) for node in nodes])
+            columns = [self.index(graph.R[node]) for node in nodes]
             shape = (len(nodes), height, width)
-            groups.append(NodeGroup(first, shape, columns))
-            first = groups[-1].last
+            group = NodeGroup(first, shape, torch.cat(columns))
+            groups.append(group)
+            first = group.last
         return groups

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,11 +32,10 @@ from hdnn.errors import CheckpointError, ConvergenceError, HDNNError, choose
 from hdnn.heads import Augment, Model, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.training import checkpoint
 from hdnn.training.fit import Options
-from hdnn.training.output import Output
+from hdnn.training.output import Output, features
 from hdnn.training.recipes import cosine, rate_factor
 
 NEWTON = 256  # features, up to which the root solves the output layer for each minibatch
-CHUNK = 4096  # samples that go through the network at once
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 DEFAULTS = {
     "learning_rate": 2e-2,
@@ -120,12 +120,16 @@ def train(
         (1, True)
     """
     graph.check()
-    own = Settings.__dataclass_fields__
-    settings = Settings(**{k: v for k, v in options.items() if k in own})
+    own: dict[str, Any] = {}
+    numbers: dict[str, Any] = {**DEFAULTS, "solver": "newton"}
+    if graph.features > NEWTON:
+        numbers["solver"] = "joint"
+    for name, value in options.items():
+        group = own if hasattr(Settings, name) else numbers
+        group[name] = value
+    settings = Settings(**own)
     choose("dtype", settings.dtype, DTYPES)
-    numbers = {k: v for k, v in options.items() if k not in own}
-    solver = "newton" if graph.features <= NEWTON else "joint"
-    numbers = {"solver": solver, **DEFAULTS, **numbers, "seed": settings.seed}
+    numbers["seed"] = settings.seed
     rank, size = world()
     plan = Plan(graph, partition(graph, size), rank)
     messages = connect(plan, timeout)
@@ -180,30 +184,37 @@ class Training:
         self.samples, classes = nodes.load(
             data, self.plan, self.positions, settings.seed, dtype
         )
-        self.head = _head(
-            self.graph.features, classes, settings.seed + 1, dtype
-        )
+        seed = settings.seed + 1
+        self.head = _head(self.graph.features, classes, seed, dtype)
         self.output = Output(
-            self.head, options.solver, options.ridge, options.learning_rate
+            self.head,
+            options.solver,
+            options.ridge,
+            options.learning_rate,
         )
-        # The own block of the output layer; its bias is the root's.
         self.joint = options.solver == "joint"
-        self.block = nn.Linear(
-            len(self.positions), self.head.outputs, dtype=dtype
-        )
-        self.block.weight.data.copy_(self.head.weight[:, self.positions])
-        self.block.bias.data.copy_(self.head.bias)
-        self.model = nn.ModuleDict(
-            {"net": self.net, "head": self.head, "block": self.block}
-        )
-        decays: dict[nn.Module, float] = {self.net: options.weight_decay}
+        # The own block of the output layer, and the bias, which is the root's.
+        own = self.head.weight.detach()[:, self.positions]
+        self.block = nn.Parameter(own.clone())
+        self.model = nn.Module()
+        self.model.net = self.net
+        self.model.head = self.head
+        self.model.block = self.block
+        trained: list[dict[str, Any]] = [
+            {
+                "params": [*self.net.parameters()],
+                "weight_decay": options.weight_decay,
+            }
+        ]
         if self.joint:
-            decays[self.block] = options.ridge
+            trained.append(
+                {
+                    "params": [self.block, self.head.bias],
+                    "weight_decay": options.ridge,
+                }
+            )
         self.optimizer = torch.optim.Adam(
-            [
-                {"params": [*module.parameters()], "weight_decay": decay}
-                for module, decay in decays.items()
-            ],
+            trained,
             lr=options.learning_rate,
             fused=True,
         )
@@ -243,24 +254,33 @@ class Training:
             raise CheckpointError(
                 f"{folder} holds a training; resume it, or take another folder."
             )
-        have = torch.zeros(self.options.epochs + 1)
-        have[list(states)] = 1
-        common = (self.messages.total(have) == self.plan.size).nonzero()
+        saved = torch.zeros(self.options.epochs + 1)
+        saved[list(states)] = 1
+        processes = self.messages.total(saved)
+        common = (processes == self.plan.size).nonzero()
         if len(common):
             self.epoch = int(common.max())
             state = states[self.epoch]
-            checkpoint.restore(
-                state, self.model, self.optimizer, self.generator
-            )
             self.history = state.values["history"]
+            checkpoint.restore(
+                state,
+                self.model,
+                self.optimizer,
+                self.generator,
+            )
 
     def save(self) -> None:
         """Write the state of this process."""
         if self.place is not None:
-            values = {"epoch": self.epoch, "history": self.history}
-            place = self.place / str(self.epoch % 2)
-            state = (self.model, self.optimizer, self.generator)
-            checkpoint.write(place, self.facts(), values, {}, *state)
+            checkpoint.write(
+                self.place / str(self.epoch % 2),
+                self.facts(),
+                {"epoch": self.epoch, "history": self.history},
+                {},
+                self.model,
+                self.optimizer,
+                self.generator,
+            )
 
     # The loop
 
@@ -268,22 +288,29 @@ class Training:
         """Train to the end."""
         count = len(self.samples["train"].x)
         epochs = self.options.epochs
-        batches = math.ceil(count / self.options.batch)
         while self.epoch < epochs:
-            results = []
             order = torch.randperm(count, generator=self.generator)
-            for k, index in enumerate(order.split(self.options.batch)):
-                done = (self.epoch + k / batches) / epochs
-                results.append(self.step(index, done, epochs * batches))
-            self.epoch += 1
-            news: dict[str, float] = {"epoch": self.epoch, "epochs": epochs}
+            batches = order.split(self.options.batch)
+            steps = epochs * len(batches)
+            results = []
+            for k, index in enumerate(batches):
+                done = (self.epoch + k / len(batches)) / epochs
+                results.append(self.step(index, done, steps))
             losses, accuracies = zip(*results, strict=True)
-            news["loss"] = math.fsum(losses) / batches
-            news["accuracy"] = math.fsum(accuracies) / batches
-            for name in ("loss", "accuracy"):
-                self.history[name].append(news[name])
+            loss = fmean(losses)
+            accuracy = fmean(accuracies)
+            self.history["loss"].append(loss)
+            self.history["accuracy"].append(accuracy)
+            self.epoch += 1
             if tell is not None and self.plan.is_root:
-                tell(news)
+                tell(
+                    {
+                        "epoch": self.epoch,
+                        "epochs": epochs,
+                        "loss": loss,
+                        "accuracy": accuracy,
+                    }
+                )
             if self.epoch == epochs and not self.joint:
                 self.refit()
             self.save()
@@ -296,25 +323,25 @@ class Training:
         sums = self.collected(self.net(x[index]))
         gradient = torch.zeros_like(sums)
         result = [0.0, 0.0]
-        if t is not None and self.plan.is_root:
+        if t is not None:
             gradient, *result = self.learn(sums.detach(), t[index])
         sums.backward(gradient)
         alpha = options.smoothness
         if options.smoothing == "cosine":
             alpha *= cosine(done)
-        if alpha and self.settings.layers > 1:
-            (alpha * self.net.smoothness()).backward()
+        penalty = alpha * self.net.smoothness()
+        penalty.backward()
         rate = rate_factor(done, steps, options.warmup, options.schedule)
         trained = []
         for group in self.optimizer.param_groups:
             group["lr"] = options.learning_rate * rate
             trained += group["params"]
         if options.clip is not None:
-            own = nn.utils.get_total_norm(
-                [p.grad for p in trained if p.grad is not None]
-            )
-            norm = self.messages.total(own.double().square().reshape(1)).sqrt()
-            nn.utils.clip_grads_with_norm_(trained, options.clip, norm[0])
+            gradients = [p.grad for p in trained if p.grad is not None]
+            own = nn.utils.get_total_norm(gradients).double()
+            squares = self.messages.total(own.square().reshape(1))
+            norm = squares.sqrt()[0]
+            nn.utils.clip_grads_with_norm_(trained, options.clip, norm)
         self.optimizer.step()
         return result
 
@@ -323,7 +350,7 @@ class Training:
     def collected(self, y: Tensor) -> Tensor:
         """Sums over all processes, at the root: the last features, or parts of the scores."""
         if self.joint:
-            own = y @ self.block.weight.T
+            own = y @ self.block.T
         else:
             own = y.new_zeros(len(y), self.graph.features)
             own = own.index_copy(1, self.positions, y)
@@ -331,7 +358,9 @@ class Training:
 
     def scores(self, sums: Tensor) -> Tensor:
         """The scores (batch, outputs) from sums over all processes."""
-        return sums + self.block.bias if self.joint else self.head(sums)
+        if self.joint:
+            return sums + self.head.bias
+        return self.head(sums)
 
     def learn(self, sums: Tensor, t: Tensor) -> tuple[Tensor, float, float]:
         """The gradient of the sums at the root, and the loss and accuracy of a minibatch."""
@@ -354,17 +383,15 @@ class Training:
         assert gradient is not None
         return gradient.to(sums), loss, accuracy
 
-    @torch.no_grad()
     def all_sums(self, x: Tensor) -> Tensor:
         """The sums for all samples, at the root."""
-        chunks = [self.collected(self.net(rows)) for rows in x.split(CHUNK)]
-        return torch.cat(chunks)
+        return features(lambda rows: self.collected(self.net(rows)), x)
 
     def refit(self) -> None:
         """Let the root fit the output layer to all data."""
         x, t, _ = self.samples["train"]
         y = self.all_sums(x)
-        if t is not None and self.plan.is_root:
+        if t is not None:
             self.output.refit((y, t, None), self.options.batch, self.generator)
 
     # The end
@@ -383,7 +410,7 @@ class Training:
         }
         for part, (x, t, _) in self.samples.items():
             scores = self.scores(self.all_sums(x))
-            if t is not None and self.plan.is_root:
+            if t is not None:
                 metrics[f"{part}_rows"] = len(x)
                 loss, accuracy = _measure(self.head, scores, t)
                 metrics[f"{part}_loss"] = loss
@@ -403,7 +430,8 @@ class Training:
         assert trained is not None
         common = int(trained.mode().values)
         share = float((t == common).double().mean())
-        missed = set(t.tolist()) - set(self.head.predict(scores).tolist())
+        predicted = self.head.predict(scores)
+        missed = set(t.tolist()) - set(predicted.tolist())
         return {
             "baseline_accuracy": share,
             "baseline": f"always answering {common} would give {share:.2%}",
@@ -416,17 +444,20 @@ class Training:
         net = self.net.gather()
         if self.joint:
             weight = torch.zeros_like(self.head.weight)
-            weight[:, self.positions] = self.block.weight
+            weight[:, self.positions] = self.block
             self.head.weight.copy_(self.messages.up(weight))
-            self.head.bias.copy_(self.block.bias)
         if net is None:
             return None
-        places = self.settings.placement
+        placement = self.settings.placement
         if self.data in planar.SETS:
-            places = nodes.entry_points(self.graph)
+            placement = nodes.entry_points(self.graph)
         augment = None
-        if places is not None:
-            augment = Augment(len(places), net.features, placement=list(places))
+        if placement is not None:
+            augment = Augment(
+                len(placement),
+                net.features,
+                placement=[*placement],
+            )
         return Model(augment, net, self.head)
 
 
