@@ -35,7 +35,7 @@ WASTED = 64  # graphs that were recorded and never replayed, after which none is
 @triton.jit
 def value_kernel(
     a, z, h, fraction, size, ACT: constexpr, FAST: constexpr, BLOCK: constexpr
-):  # fmt: skip  # pragma: kernel
+):  # pragma: kernel
     """z = c sigma(a)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -46,9 +46,23 @@ def value_kernel(
 
 @triton.jit
 def slope_kernel(
-    a, w, u, z, h, fraction, sums, dots, B, r, R, blocks,
-    ACT: constexpr, FAST: constexpr, BB: constexpr, BR: constexpr,
-):  # fmt: skip  # pragma: kernel
+    a,
+    w,
+    u,
+    z,
+    h,
+    fraction,
+    sums,
+    dots,
+    B,
+    r,
+    R,
+    blocks,
+    ACT: constexpr,
+    FAST: constexpr,
+    BB: constexpr,
+    BR: constexpr,
+):  # pragma: kernel
     """w = u = c w sigma'(a) and z = c sigma(a), with sums of u and of w sigma(a) over the tile."""
     tile = tl.program_id(0)
     block = tl.program_id(1)
@@ -184,9 +198,20 @@ class Kernel:
                 B, r = a.shape
                 grid = (self.tiles, -(-r // COLUMNS))
                 slope_kernel[grid](
-                    a, t, slope, value, h[j:], fraction, sums[s], dots[s],
-                    B, r, sums.shape[-1], self.blocks, **self.tile,
-                )  # fmt: skip
+                    a,
+                    t,
+                    slope,
+                    value,
+                    h[j:],
+                    fraction,
+                    sums[s],
+                    dots[s],
+                    B,
+                    r,
+                    sums.shape[-1],
+                    self.blocks,
+                    **self.tile,
+                )
                 add_product(dK[j], slope.mT, sources[s])  # pyright: ignore[reportOptionalSubscript]
                 into = dK if stack.outputs[half] == "same" else dV
                 if into is not None:
