@@ -115,9 +115,8 @@ def test_a_step_that_requires_a_gradient_is_refused_rather_than_detached():
         (0.1, 0.2, 0.3)
     )
     assert hdnn.H2(4, 3, step=np.array([0.5, 0.5, 0.5])).T == 1.5
-    assert hdnn.H2(4, 3, h=[0.5, 0.5, 0.5]).T == 1.5
     with pytest.raises(OptionError, match="not both"):
-        hdnn.H2(4, 3, h=0.1, step=0.1)
+        hdnn.H2(4, 3, T=0.1, step=0.1)
 
 
 def test_images_are_for_units_of_images():

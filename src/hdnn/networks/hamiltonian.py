@@ -27,7 +27,6 @@ class NetworkOptions(TypedDict, total=False):
     """Options of every network: see `Network`."""
 
     step: Steps | None
-    h: Steps | None
     T: float | None
     activation: str | Elementwise
     learn_step: bool

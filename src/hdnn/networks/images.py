@@ -57,7 +57,6 @@ class HamiltonianUnit(nn.Module):
         network: "h1" or "h2".
         kernel: k, the side of the kernels of K.
         step: the step h, a number or one for each layer; or give T instead.
-        h: another name of `step`.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.
         activation: sigma, one of `hdnn.activations.names()`, or an elementwise function or module.
         padding: zeros around an image inside of K, by default k // 2; states have one shape for
@@ -105,7 +104,6 @@ class HamiltonianUnit(nn.Module):
         network: str = "h2",
         kernel: int = 3,
         step: Steps | None = None,
-        h: Steps | None = None,
         T: float | None = None,
         activation: str | Elementwise = "relu",
         padding: int | None = None,
@@ -125,7 +123,7 @@ class HamiltonianUnit(nn.Module):
         self.kernel = positive_int("kernel", kernel)
         self.padding = self.kernel // 2 if padding is None else padding
         self.activation = activations.registered(activation).name
-        self.step = step_size(step, h, T, self.layers)
+        self.step = step_size(step, T, self.layers)
         self.backprop = choose(
             "backprop", backprop, ("auto", *rebuild.BACKPROPS)
         )
