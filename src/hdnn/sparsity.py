@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -43,8 +42,9 @@ def binary(name: str, pattern: Any) -> Tensor:
         raise OptionError(
             f"{name} must be an (M, M) array of 0 and 1: {error}."
         ) from error
-    square = A.ndim in (2, 3) and A.shape[-1] == A.shape[-2] and A.numel() > 0
-    if not square or not bool(((A == 0) | (A == 1)).all()):
+    square = A.ndim in (2, 3) and A.numel() and A.shape[-1] == A.shape[-2]
+    zero_or_one = (A == 0) | (A == 1)
+    if not square or not bool(zero_or_one.all()):
         raise OptionError(
             f"{name} must be (M, M), or (N, M, M) for a pattern a layer, and hold 0 and 1 only, "
             f"but has shape {tuple(A.shape)}; use (matrix != 0)."
@@ -74,8 +74,10 @@ def dependency(T: Any, R: Any) -> Tensor:
     T = binary("T", T)
     R = binary("R", R)
     _check_alike("T", T, "R", R)
-    near = (R.mT.float() @ R.float() > 0).float()
-    return (T.float() @ near > 0) | (near @ T.float() > 0)
+    T = T.float()
+    R = R.float()
+    near = (R.mT @ R > 0).float()
+    return (T @ near > 0) | (near @ T > 0)
 
 
 def is_local(T: Any, R: Any, S: Any) -> bool:
@@ -209,9 +211,13 @@ def explain(T: Any, R: Any, S: Any) -> Explanation:
         node 1 needs node 2 forward and backward: row 1 of R has 1 and 2
         node 2 needs node 1 forward and backward: row 1 of R has 2 and 1
     """
-    patterns = [binary(name, A) for name, A in (("T", T), ("R", R), ("S", S))]
-    for (a, A), (b, B) in combinations(zip("TRS", patterns, strict=True), 2):
-        _check_alike(a, A, b, B)
+    T = binary("T", T)
+    R = binary("R", R)
+    S = binary("S", S)
+    _check_alike("T", T, "R", R)
+    _check_alike("T", T, "S", S)
+    _check_alike("R", R, "S", S)
+    patterns = (T, R, S)
     layered = any(A.ndim == 3 for A in patterns)
     stacks = [A.reshape(-1, *A.shape[-2:]) for A in patterns]
     stacks = torch.broadcast_tensors(*stacks)
@@ -315,7 +321,7 @@ class Sparsity:
         self.S = None if S is None else binary("S", S)
         self.nodes = self.R.shape[-1]
         self.sizes = None if sizes is None else node_sizes(sizes, self.nodes)
-        for name, pattern in (("R", self.R), ("T", self.T), ("S", self.S)):
+        for name, pattern in self._patterns().items():
             if pattern is not None:
                 _check_alike("R", self.R, name, pattern)
                 _check_diagonal(name, pattern)
@@ -325,6 +331,9 @@ class Sparsity:
                     "T must be symmetric, because J is skew-symmetric; use T + T^T."
                 )
             self.check_local(self.T)
+
+    def _patterns(self) -> dict[str, Tensor | None]:
+        return {"R": self.R, "T": self.T, "S": self.S}
 
     def check_local(self, T: Tensor) -> None:
         """Raise an `OptionError` if S is given and lacks links that updates with this T need."""
@@ -344,7 +353,7 @@ class Sparsity:
     def to_config(self) -> dict[str, Any]:
         """The arguments, as JSON can hold them."""
         config: dict[str, Any] = {}
-        for name, pattern in (("R", self.R), ("T", self.T), ("S", self.S)):
+        for name, pattern in self._patterns().items():
             config[name] = None if pattern is None else pattern.int().tolist()
         config["sizes"] = None if self.sizes is None else list(self.sizes)
         return config

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -606,10 +604,14 @@ def run_together(kernel: Any, address: int, threads: int) -> None:
     if openmp() is not None:
         openmp()(kernel, address, threads, 0)
     else:
-        others = [pool().submit(kernel, address) for _ in range(threads - 1)]
+        others = []
+        for _ in range(threads - 1):
+            other = threading.Thread(target=kernel, args=(address,))
+            other.start()
+            others.append(other)
         kernel(address)
         for other in others:
-            other.result()
+            other.join()
 
 
 @cache
@@ -624,8 +626,3 @@ def openmp() -> Any:
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     parallel.argtypes = [pointer, pointer, number, number]
     return parallel
-
-
-@cache
-def pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count())
