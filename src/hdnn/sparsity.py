@@ -244,14 +244,11 @@ def breaches(
         forward = set().union(*(near[a] for a in T[i]))
         backward = set().union(*(T[a] for a in near[i]))
         for k in sorted((forward | backward).difference(linked)):
-            if k in forward:
-                between = [a for a in T[i] if k in near[a]]
-                near_end = k
-            else:
-                between = [a for a in near[i] if k in T[a]]
-                near_end = i
+            between = [a for a in T[i] if k in near[a]] or [
+                a for a in near[i] if k in T[a]
+            ]
             a = i if i in between else min(between)
-            row = min(holding[a] & holding[near_end])
+            row = min(holding[a] & holding[k if k in forward else i])
             path = (i, a, row, k) if k in forward else (i, row, a, k)
             yield Breach(i, k, k in forward, k in backward, path, layer)
 

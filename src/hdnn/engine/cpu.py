@@ -544,7 +544,8 @@ class Kernel:
         args.append(0 if saved is None else saved.data_ptr())
         args += [self.order.data_ptr(), tensors[0].data_ptr()]
         args += [stack.rows[0], stack.rows[-1]]
-        for K, b, V in stack.forces(tensors):
+        for k in range(1, len(tensors), 3):
+            K, b, V = tensors[k : k + 3]
             V = K if V is None else V
             args += [K.data_ptr(), b.data_ptr(), V.data_ptr()]
         args += [0] * (SUMS - len(args))
