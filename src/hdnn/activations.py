@@ -196,10 +196,10 @@ def _silu_integral(x: Tensor) -> Tensor:
     return _near_zero(x, 0.25 * small * small + tail, far)
 
 
-_GELU = 0.5 * math.erfc(-1.0) + math.exp(-1.0) / math.sqrt(
-    math.pi
-)  # slope at sqrt(2)
-_SILU = 0.5 + 2.3993572805154677 / 4  # slope at the x with x tanh(x / 2) = 2
+# The slope at sqrt(2)
+_GELU = 0.5 * math.erfc(-1.0) + math.exp(-1.0) / math.sqrt(math.pi)
+# The slope at the x with x tanh(x / 2) = 2
+_SILU = 0.5 + 2.3993572805154677 / 4
 
 _REGISTRY = {
     activation.name: activation
@@ -416,33 +416,25 @@ def check(activation: Activation) -> None:
     sigma = activation.sigma(x)
     slope = activation.slope(x)
     integral = activation.integral(x)
-    for name, value in (
-        ("sigma", sigma),
-        ("slope", slope),
-        ("integral", integral),
-    ):
+    values = {"sigma": sigma, "slope": slope, "integral": integral}
+    for name, value in values.items():
         if not bool(value.isfinite().all()):
-            _refuse(
-                activation, f"{name} is not finite everywhere from -1e6 to 1e6"
-            )
+            reason = f"{name} is not finite everywhere from -1e6 to 1e6"
+            _refuse(activation, reason)
     _check_derivative(activation, "slope", "sigma", x, slope, sigma)
     _check_derivative(activation, "sigma", "integral", x, sigma, integral)
     start = float(activation.integral(x.new_zeros(1)))
     if abs(start) > 1e-12:
         _refuse(activation, f"its integral must be 0 at 0, but is {start:.6g}")
     _check_range(activation, slope.detach())
-    dx, rise = x.detach().diff(), sigma.detach().diff()
-    room = 1e-5 * (1 + activation.S) * dx + 1e-14 * sigma.detach()[1:].abs()
-    if bool(
-        (
-            (rise < activation.s_min * dx - room)
-            | (rise > activation.s_max * dx + room)
-        ).any()
-    ):
-        _refuse(
-            activation,
-            "sigma jumps, or changes faster than its slope range allows",
-        )
+    dx = x.detach().diff()
+    z = sigma.detach()
+    room = 1e-5 * (1 + activation.S) * dx + 1e-14 * z[1:].abs()
+    too_slow = z.diff() < activation.s_min * dx - room
+    too_fast = z.diff() > activation.s_max * dx + room
+    if bool((too_slow | too_fast).any()):
+        reason = "sigma jumps, or changes faster than its slope range allows"
+        _refuse(activation, reason)
 
 
 def _check_derivative(
@@ -465,18 +457,16 @@ def _check_derivative(
 
 
 def _check_range(activation: Activation, slope: Tensor) -> None:
-    low, high = slope.aminmax()
     room = 0.01 * max(1.0, float(slope.abs().max()))
-    for side, value, seen in (
-        ("s_min", activation.s_min, low),
-        ("s_max", activation.s_max, high),
-    ):
-        outside = float(seen - value) * (1 if side == "s_max" else -1)
-        if not -room <= outside <= 1e-9:
-            _refuse(
-                activation,
-                f"{side} is given as {value}, but the slope goes to {seen:.9g}",
-            )
+    low = float(slope.min())
+    high = float(slope.max())
+    # Neither outside of the range, nor far from its ends.
+    if not -1e-9 <= low - activation.s_min <= room:
+        reason = f"s_min is given as {activation.s_min}, but the slope goes to {low:.9g}"
+        _refuse(activation, reason)
+    if not -1e-9 <= activation.s_max - high <= room:
+        reason = f"s_max is given as {activation.s_max}, but the slope goes to {high:.9g}"
+        _refuse(activation, reason)
 
 
 def _refuse(activation: Activation, reason: str) -> None:

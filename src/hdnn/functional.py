@@ -186,7 +186,8 @@ def h2_inverse(
     **how: Unpack[How],
 ) -> Tensor:
     """The exact inverse of `h2`: `y_0` from `y_N`."""
-    return h2(y, K_p, K_q, b_p, b_q, h, X=X, **{**how, "inverse": True})
+    how["inverse"] = True
+    return h2(y, K_p, K_q, b_p, b_q, h, X=X, **how)
 
 
 def verlet(
@@ -201,7 +202,8 @@ def verlet(
     **how: Unpack[How],
 ) -> Tensor:
     """Stoermer-Verlet: half a step of p, one of q, half a step of p. Order 2, symplectic."""
-    return run(schemes.VERLET, y, coupled(K_p, K_q, b_p, b_q, X), h, **how)
+    forces = coupled(K_p, K_q, b_p, b_q, X)
+    return run(schemes.VERLET, y, forces, h, **how)
 
 
 def yoshida4(
@@ -216,7 +218,8 @@ def yoshida4(
     **how: Unpack[How],
 ) -> Tensor:
     """Yoshida's three Verlet steps, the middle one backwards in time. Order 4, symplectic."""
-    return run(schemes.YOSHIDA4, y, coupled(K_p, K_q, b_p, b_q, X), h, **how)
+    forces = coupled(K_p, K_q, b_p, b_q, X)
+    return run(schemes.YOSHIDA4, y, forces, h, **how)
 
 
 def split(
@@ -254,9 +257,8 @@ def split(
         (1, -fraction) if half == "p" else (0, fraction)
         for half, fraction in shears
     )
-    return run(
-        Scheme("split", 1, moves), y, coupled(K_p, K_q, b_p, b_q, X), h, **how
-    )
+    forces = coupled(K_p, K_q, b_p, b_q, X)
+    return run(Scheme("split", 1, moves), y, forces, h, **how)
 
 
 def ms3(
@@ -273,7 +275,8 @@ def ms3(
     p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1), then
     q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2)
     """
-    return run(schemes.MS3, y, coupled(K_2, K_1, b_2, b_1), h, **how)
+    forces = coupled(K_2, K_1, b_2, b_1)
+    return run(schemes.MS3, y, forces, h, **how)
 
 
 def ms1(
@@ -289,7 +292,8 @@ def ms1(
     q_{j+1} = q_j - h sigma(K_0^T p_j + b_1), then
     p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2)
     """
-    return run(schemes.MS1, y, bare(K_0.mT, b_1) + bare(K_0, b_2), h, **how)
+    forces = bare(K_0.mT, b_1) + bare(K_0, b_2)
+    return run(schemes.MS1, y, forces, h, **how)
 
 
 # Implicit schemes: each layer is solved by Newton's method
@@ -365,9 +369,9 @@ def coupled(
     if X is None:
         return Force(K_p, b_p), Force(K_q, b_q)
     _check_square("X", X, K_p)
-    return Force(K_p, b_p, _product(K_p, X.mT)), Force(
-        K_q, b_q, _product(K_q, X)
-    )
+    on_q = Force(K_p, b_p, _product(K_p, X.mT))
+    on_p = Force(K_q, b_q, _product(K_q, X))
+    return on_q, on_p
 
 
 def turned(K: Tensor, b: Tensor, J: Tensor | None = None) -> tuple[Force, ...]:
@@ -381,21 +385,28 @@ def turned(K: Tensor, b: Tensor, J: Tensor | None = None) -> tuple[Force, ...]:
             "them by a zero (hdnn.heads.Augment), or give a skew-symmetric J."
         )
     K_p, K_q = K.chunk(2, -1)
-    return (Force(K, b, torch.cat([-K_q, K_p], -1)),)
+    V = torch.cat([-K_q, K_p], -1)
+    return (Force(K, b, V),)
 
 
 def bare(K: Tensor, b: Tensor) -> tuple[Force, ...]:
     """The force `sigma(K y + b)`: V is the identity."""
-    eye = torch.eye(K.shape[-2], dtype=K.dtype, device=K.device)
-    return (Force(K, b, eye.expand(len(K), -1, -1)),)
+    N, rows, _ = K.shape
+    eye = torch.eye(rows, dtype=K.dtype, device=K.device)
+    return (Force(K, b, eye.expand(N, -1, -1)),)
 
 
 def from_X(X: Tensor) -> Tensor:
     """The skew-symmetric `J = [[0, -X^T], [X, 0]]`."""
     zero = torch.zeros_like(X)
-    return torch.cat(
-        [torch.cat([zero, -X.mT], -1), torch.cat([X, zero], -1)], -2
-    )
+    return blocks(zero, -X.mT, X, zero)
+
+
+def blocks(A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """The matrix `[[A, B], [C, D]]`."""
+    upper = torch.cat([A, B], -1)
+    lower = torch.cat([C, D], -1)
+    return torch.cat([upper, lower], -2)
 
 
 def _product(A: Tensor, B: Tensor) -> Tensor:
@@ -464,11 +475,10 @@ def run(
         raise OptionError(
             f"{scheme.name} has no inverse; take a scheme with halves, such as h2."
         )
-    step = (
-        h
-        if isinstance(h, float) and 0 < h < math.inf
-        else _step(h, y, len(forces[0].K))
-    )
+    if isinstance(h, float) and 0 < h < math.inf:
+        step = h
+    else:
+        step = _step(h, y, len(forces[0].K))
     how = {"trajectory": trajectory, "inverse": inverse}
     if not scheme.moves:  # implicit layers and perceptrons run one by one
         return schemes.run(scheme, y, forces, step, sigma, **how)

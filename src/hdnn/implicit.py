@@ -24,13 +24,18 @@ HALVINGS = 40  # of a Newton step that does not reduce the residual
 STARTS = 16  # of Newton's method, if the explicit step leads to no solution
 
 # Gauss's rule of ten points from 0 to 1: the distances of its points from 1/2, and their weights.
-GAUSS = (
+_DISTANCES = (
     (0.0744371694908156, 0.1477621123573764),
     (0.2166976970646236, 0.1346333596549983),
     (0.3397047841495122, 0.1095431812579910),
     (0.4325316833444923, 0.0747256745752902),
     (0.4869532642585859, 0.0333356721543441),
 )
+GAUSS = [
+    (0.5 + side * distance, weight)
+    for side in (-1, 1)
+    for distance, weight in _DISTANCES
+]
 
 
 def solve(
@@ -80,11 +85,8 @@ def solve(
         a = a.expand(*c.shape[:-1], -1).to(work)
         equation = c.to(work), B.to(work), A.to(work), a, start
         detached = [None if t is None else t.detach() for t in equation]
-        # By default 4 units in the last place, with some slack: rounding may prevent just that.
-        limit = 4 * torch.finfo(work).eps if tol is None else tol
-        slack = 8.0 if tol is None else 1.0
         name = activations.registered(sigma).name
-        x = _root(*detached, name, limit, slack, max_iter, where)
+        x = _root(*detached, name, tol, max_iter, where)
         return _Solution.apply(x, *equation, sigma).to(c.dtype)
 
 
@@ -122,7 +124,9 @@ def coupling(A: Tensor, B: Tensor, S: float) -> Tensor:
 
 def _times(A: Tensor, x: Tensor) -> Tensor:
     """A x, for one A or one for each sample."""
-    return x @ A.mT if A.ndim == 2 else (A @ x.unsqueeze(-1)).squeeze(-1)
+    if A.ndim == 2:
+        return x @ A.mT
+    return (A @ x.unsqueeze(-1)).squeeze(-1)
 
 
 class Equation(NamedTuple):
@@ -150,25 +154,28 @@ class Equation(NamedTuple):
 
     def matrix(self, slope: Tensor) -> Tensor:
         """`I - B D A` with `D = diag(slope)`."""
-        eye = torch.eye(
-            self.A.shape[-1], dtype=self.A.dtype, device=self.A.device
-        )
-        return eye - (self.B * slope.unsqueeze(-2)) @ self.A
+        A = self.A
+        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+        BD = self.B * slope.unsqueeze(-2)
+        return eye - BD @ A
 
     def error(self, x: Tensor, F: Tensor, slope: Tensor) -> Tensor:
         """The residual F of each sample, relative to the terms whose rounding it has."""
         argument = _times(self.A.abs(), x.abs()) + self.a.abs()
         if self.start is not None:
             argument = argument + self.start.abs()
-        product = _times(self.B.abs(), slope.abs() * argument)
-        terms = product + x.abs() + self.c.abs()
+        change = slope.abs() * argument
+        terms = _times(self.B.abs(), change) + x.abs() + self.c.abs()
         number = torch.finfo(x.dtype)
         least = number.tiny / number.eps  # below, nothing is relative
-        return F.abs().amax(-1) / (terms.amax(-1) + least)
+        size = terms.amax(-1) + least
+        return F.abs().amax(-1) / size
 
 
 def _solved(M: Tensor, right: Tensor) -> Tensor:
-    return torch.linalg.solve_ex(M, right.unsqueeze(-1))[0].squeeze(-1)
+    """The x with M x = right; not finite where M is singular."""
+    x, _ = torch.linalg.solve_ex(M, right.unsqueeze(-1))
+    return x.squeeze(-1)
 
 
 @torch.library.custom_op("hdnn::implicit_root", mutates_args=())
@@ -179,25 +186,29 @@ def _root(
     a: Tensor,
     start: Tensor | None,
     activation: str,
-    tol: float,
-    slack: float,
+    tol: float | None,
     max_iter: int,
     where: str,
 ) -> Tensor:
     sigma = activations.get(activation)
     equation = Equation(c, B, A, a, start, sigma)
+    # 4 units in the last place, with some slack: rounding may prevent just that.
+    rounding = 4 * torch.finfo(c.dtype).eps
+    limit = 8 * rounding if tol is None else tol
+    tol = rounding if tol is None else tol
     x = c - equation.residual(c)[0]  # the explicit step
     for trial in range(STARTS):
         x, error = _newton(x, equation, tol, max_iter)
-        solved = (error <= slack * tol).unsqueeze(-1)
+        solved = (error <= limit).unsqueeze(-1)
         if bool(solved.all()):
             return x
         # Where a bounded sigma has its solutions: the same points every time.
         generator = torch.Generator().manual_seed(trial)
-        z = 2 * torch.rand(a.shape[-1], generator=generator, dtype=c.dtype) - 1
-        x = torch.where(solved, x, c + _times(B, z.to(c.device).expand_as(a)))
-    finite = all(bool(t.isfinite().all()) for t in (c, B, A, a))
-    if not finite:
+        z = torch.empty(a.shape[-1], dtype=c.dtype)
+        z.uniform_(-1, 1, generator=generator)
+        start_again = c + _times(B, z.to(c.device).expand_as(a))
+        x = torch.where(solved, x, start_again)
+    if not all(bool(t.isfinite().all()) for t in (c, B, A, a)):
         raise ConvergenceError(
             f"{where}: a state or a weight is NaN or infinite."
         )
@@ -220,11 +231,13 @@ def _newton(
             break
         dx = _solved(equation.matrix(slope), F)
         size = F.norm(dim=-1, keepdim=True)
+        unsolved = (error > tol).unsqueeze(-1)
         t = torch.ones_like(size)
         for _ in range(HALVINGS):
             F, slope = equation.residual(x - t * dx)
-            worse = ~(F.norm(dim=-1, keepdim=True) < (1 - 1e-4 * t) * size)
-            worse &= (error > tol).unsqueeze(-1)
+            new_size = F.norm(dim=-1, keepdim=True)
+            smaller = new_size < (1 - 1e-4 * t) * size
+            worse = unsolved & ~smaller
             if not bool(worse.any()):
                 break
             t = torch.where(worse, 0.5 * t, t)
@@ -235,7 +248,7 @@ def _newton(
 
 
 @_root.register_fake
-def _(c, B, A, a, start, activation, tol, slack, max_iter, where):
+def _(c, *arguments):
     return torch.empty_like(c, memory_format=torch.contiguous_format)
 
 
@@ -289,11 +302,13 @@ class _Solution(torch.autograd.Function):
         v = _solved(equation.matrix(slope).mT, grads[0])
         w = _times(B.mT, v)
         u = slope * w
+        dB = _outer(v, value, B)
+        dA = _outer(u, x, A)
         d_start = None
         if start is not None:
             z = _times(A, x) + a
             d_start = chord_slope(sigma, z, start, value) * w
-        return None, v, _outer(v, value, B), _outer(u, x, A), u, d_start, None
+        return None, v, dB, dA, u, d_start, None
 
 
 def _outer(u: Tensor, x: Tensor, like: Tensor) -> Tensor:
@@ -301,7 +316,8 @@ def _outer(u: Tensor, x: Tensor, like: Tensor) -> Tensor:
     if like.ndim == 2:
         rows = u.reshape(-1, u.shape[-1])
         return rows.mT @ x.reshape(-1, x.shape[-1])
-    return (u.unsqueeze(-1) * x.unsqueeze(-2)).sum_to_size(like.shape)
+    outer = u.unsqueeze(-1) * x.unsqueeze(-2)
+    return outer.sum_to_size(like.shape)
 
 
 # Chords: the mean of sigma between two points
@@ -313,10 +329,9 @@ def chord(sigma: Activation, z: Tensor, end: Tensor) -> Tensor:
     Close points are integrated by Gauss's rule, where a difference of s would lose digits; far
     points, and points with a kink between them, by s.
     """
-    low = sigma.integral(z)
-    high = sigma.integral(end)
-    mean = _mean(sigma, z, end - z)
-    return _quotient(mean, low, high, end - z)
+    d = end - z
+    mean = _mean(sigma, z, d)
+    return _quotient(mean, sigma.integral(z), sigma.integral(end), d)
 
 
 def chord_slope(
@@ -330,9 +345,11 @@ def chord_slope(
         end: the other.
         value: the chord, if it is known.
     """
-    value = chord(sigma, z, end) if value is None else value
-    mean = _mean(sigma.slope, z, end - z, weighted=True)
-    return _quotient(mean, value, sigma(end), end - z)
+    d = end - z
+    if value is None:
+        value = chord(sigma, z, end)
+    mean = _mean(sigma.slope, z, d, weighted=True)
+    return _quotient(mean, value, sigma(end), d)
 
 
 def _mean(
@@ -340,16 +357,18 @@ def _mean(
 ) -> Tensor:
     """The integral of function(z + t d), or of t times it, for t from 0 to 1."""
     rule = torch.tensor(GAUSS, dtype=z.dtype, device=z.device)
-    distance, weight = rule.view(len(GAUSS), 2, *[1] * z.ndim).unbind(1)
-    t = torch.cat([0.5 - distance, 0.5 + distance])
-    weight = torch.cat([weight, weight])
+    t, weight = rule.view(len(GAUSS), 2, *[1] * z.ndim).unbind(1)
+    if weighted:
+        weight = weight * t
     d = d.clamp(-1, 1)  # far points do not need it
-    return ((weight * t if weighted else weight) * function(z + t * d)).sum(0)
+    return (weight * function(z + t * d)).sum(0)
 
 
 def _quotient(mean: Tensor, low: Tensor, high: Tensor, d: Tensor) -> Tensor:
     """`(high - low) / d`, by its mean where the two points are close and that is as exact."""
     rise = high - low
     rounding = 64 * torch.finfo(d.dtype).eps * (1 + low.abs() + high.abs())
-    close = (d.abs() < 1) & ((mean * d - rise).abs() <= rounding)
-    return torch.where(close, mean, rise / torch.where(close, 1, d))
+    as_exact = (mean * d - rise).abs() <= rounding
+    close = as_exact & (d.abs() < 1)
+    quotient = rise / torch.where(close, 1, d)
+    return torch.where(close, mean, quotient)

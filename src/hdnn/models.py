@@ -37,8 +37,7 @@ __all__ = [
 ]
 
 MNIST_STEPS = {"h1": 0.5, "h2": 0.5, "ms1": 0.4, "ms2": 0.4, "ms3": 0.4}
-PADDINGS = ("end", "halves")
-POOLS = ("flatten", "scaled", "mean")
+POOLS = ("flatten", "mean")
 
 
 class ImageModel(nn.Module):
@@ -131,10 +130,8 @@ class MNISTNet(ImageModel):
         layers: N, the number of hidden layers; 0 leaves them out.
         step: h; by default 0.5 for "h1" and "h2", and 0.4 for the others.
         channels: of the convolution.
-        activation: sigma, the name of one of `hdnn.activations.names()`.
-        init: "scaled" draws K from N(0, 1/n) with b = 0; "paper" draws all from N(0, 1).
-        backprop: what the backward pass starts from: see `hdnn.H2`.
         size: height and width of the images.
+        **options: of the network: activation, init, backprop.
 
     Examples:
         >>> import torch
@@ -151,26 +148,22 @@ class MNISTNet(ImageModel):
         *,
         step: float | None = None,
         channels: int = 8,
-        activation: str = "tanh",
-        init: str = "scaled",
-        backprop: str = "auto",
         size: int = 28,
         classes: int = 10,
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
+        channels = positive_int("channels", channels)
         self.size = positive_int("size", size)
-        self.stem = nn.Conv2d(
-            1, positive_int("channels", channels), 3, padding=1
-        )
+        self.stem = nn.Conv2d(1, channels, 3, padding=1)
         self.net = network if isinstance(network, Network) else None
         if isinstance(network, str) and layers != 0:
             name = choose("network", network, MNIST_STEPS)
-            options: dict[str, Any] = {"activation": activation, "init": init}
             options["step"] = MNIST_STEPS[name] if step is None else step
-            options |= {"backprop": backprop, "generator": generator}
+            options["generator"] = generator
             self.net = BY_NAME[name](channels, layers, **options)
         self.linear = nn.Linear(
             channels * size**2, positive_int("classes", classes)
@@ -179,19 +172,13 @@ class MNISTNet(ImageModel):
             _draw(layer, generator)
         self.to(dtype=dtype, device=device)
 
-    def pixels(self, x: Tensor) -> Tensor:
-        """The states of all pixels, on whose channels K acts: (B, size, size, channels).
-
-        Args:
-            x: normalised images (B, 1, size, size).
-        """
-        _check_images(x, 1, self.size)
-        return self.stem(x).movedim(1, -1)
-
     def features(self, x: Tensor) -> Tensor:
         """The channels of all pixels after the hidden layers: `(B, size * size * channels)`."""
-        y = self.pixels(x)
-        return (y if self.net is None else self.net(y)).flatten(1)
+        _check_images(x, 1, self.size)
+        y = self.stem(x).movedim(1, -1)
+        if self.net is not None:
+            y = self.net(y)
+        return y.flatten(1)
 
     def config(self) -> dict[str, Any]:
         """The arguments that make this classifier again; the network is itself one of them."""
@@ -206,8 +193,8 @@ class MNISTNet(ImageModel):
 class HDNNStar(ImageModel):
     """H-DNN* of the CIFAR-10 table: 3 -> 32 channels, three units, 973,930 parameters.
 
-    After each unit the image is averaged over 2 x 2 pixels, and channels of zeros are added for the
-    next unit. More on the options of units is in `hdnn.HamiltonianUnit`.
+    After each unit the image is averaged over 2 x 2 pixels, and channels of zeros are added at the
+    end for the next unit. More on the options of units is in `hdnn.HamiltonianUnit`.
 
     Args:
         network: "h1" or "h2".
@@ -215,10 +202,7 @@ class HDNNStar(ImageModel):
         channels: those of each unit, never fewer than before.
         step: h of all units.
         stem_norm: put batch normalisation behind the first convolution.
-        padding: where channels of zeros are added: after all others ("end"), or half after those of
-            p and half after those of q ("halves").
-        pool: the linear layer sees all remaining pixels ("flatten"), these divided by the root of
-            their number, which allows higher learning rates ("scaled"), or their "mean".
+        pool: the linear layer sees all remaining pixels ("flatten"), or their "mean".
         inputs: the channels of an image.
         size: height and width of the images; each unit halves them.
         **options: of each unit: activation, norm, backprop, init.
@@ -246,7 +230,6 @@ class HDNNStar(ImageModel):
         step: float = 0.1,
         drop: float = 0.0,
         stem_norm: bool = False,
-        padding: str = "end",
         pool: str = "flatten",
         inputs: int = 3,
         size: int = 32,
@@ -268,7 +251,6 @@ class HDNNStar(ImageModel):
             raise ShapeError(
                 f"channels must grow from unit to unit, but got {tuple(channels)}."
             )
-        self.padding = choose("padding", padding, PADDINGS)
         self.pool = choose("pool", pool, POOLS)
         self.arguments = {
             "network": network,
@@ -277,7 +259,6 @@ class HDNNStar(ImageModel):
             "step": step,
             "drop": drop,
             "stem_norm": stem_norm,
-            "padding": padding,
             "pool": pool,
             "inputs": positive_int("inputs", inputs),
             "size": positive_int("size", size),
@@ -288,12 +269,10 @@ class HDNNStar(ImageModel):
         self.stem_norm = nn.BatchNorm2d(channels[0]) if stem_norm else None
         drops = _rising(drop, sum(depths))
         self.stages = nn.ModuleList()
+        options |= {"network": network, "step": step}
         for C, N in zip(channels, depths, strict=True):
-            self.stages.append(
-                HamiltonianUnit(
-                    C, N, network=network, step=step, drop=drops[:N], **options
-                )
-            )
+            unit = HamiltonianUnit(C, N, drop=drops[:N], **options)
+            self.stages.append(unit)
             drops = drops[N:]
         pixels = 1 if pool == "mean" else (size // 2 ** len(channels)) ** 2
         self.linear = nn.Linear(channels[-1] * pixels, classes)
@@ -307,13 +286,13 @@ class HDNNStar(ImageModel):
             y = self.stem_norm(y)
         for unit in self.stages:
             assert isinstance(unit, HamiltonianUnit)
-            y = F.avg_pool2d(unit(_padded(y, unit.channels, self.padding)), 2)
-        if self.pool == "mean":
-            return y.mean((2, 3))
-        return y.flatten(1) / (y.shape[2] if self.pool == "scaled" else 1)
+            added = unit.channels - y.shape[1]
+            y = unit(F.pad(y, (0, 0, 0, 0, 0, added)))
+            y = F.avg_pool2d(y, 2)
+        return y.mean((2, 3)) if self.pool == "mean" else y.flatten(1)
 
     def extra_repr(self) -> str:
-        return f"padding = {self.padding!r}, pool = {self.pool!r}"
+        return f"pool = {self.pool!r}"
 
 
 class ResidualBlock(nn.Module):
@@ -383,24 +362,22 @@ class ResNet(ImageModel):
         self.norm = nn.BatchNorm2d(16)
         widths = [16] * (n + 1) + [32] * n + [64] * n
         pairs = zip(pairwise(widths), _rising(drop, 3 * n), strict=True)
-        self.blocks = nn.Sequential(
-            *(ResidualBlock(a, b, p) for (a, b), p in pairs)
-        )
+        blocks = [ResidualBlock(a, b, p) for (a, b), p in pairs]
+        self.blocks = nn.Sequential(*blocks)
         self.linear = nn.Linear(64, positive_int("classes", classes))
         self._start(generator, dtype, device)
 
     def features(self, x: Tensor) -> Tensor:
         """The means over all pixels of the last block: (B, 64)."""
         _check_images(x, 3, None)
-        return self.blocks(torch.relu(self.norm(self.stem(x)))).mean((2, 3))
+        y = torch.relu(self.norm(self.stem(x)))
+        return self.blocks(y).mean((2, 3))
 
 
 class AlexNet(ImageModel):
     """AlexNet in its one-column form: 57,044,810 parameters for 10 classes.
 
-    Args:
-        resize: scale images of any size to the 224 x 224 that it is made for.
-        dropout: the probability to leave out an input of the hidden linear layers in training.
+    Images of any size are scaled to the 224 x 224 that it is made for.
 
     Examples:
         >>> import torch
@@ -416,19 +393,12 @@ class AlexNet(ImageModel):
         self,
         classes: int = 10,
         *,
-        resize: bool = True,
-        dropout: float = 0.5,
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.resize = resize
-        self.arguments = {
-            "classes": positive_int("classes", classes),
-            "resize": resize,
-            "dropout": dropout,
-        }
+        self.arguments = {"classes": positive_int("classes", classes)}
         with torch.device(device or torch.get_default_device()):
             self.convolutions = nn.Sequential(
                 nn.Conv2d(3, 64, 11, stride=4, padding=2),
@@ -446,10 +416,10 @@ class AlexNet(ImageModel):
                 nn.MaxPool2d(3, 2),
             )
             self.hidden = nn.Sequential(
-                nn.Dropout(dropout),
+                nn.Dropout(),
                 nn.Linear(256 * 6 * 6, 4096),
                 nn.ReLU(),
-                nn.Dropout(dropout),
+                nn.Dropout(),
                 nn.Linear(4096, 4096),
                 nn.ReLU(),
             )
@@ -458,12 +428,8 @@ class AlexNet(ImageModel):
 
     def features(self, x: Tensor) -> Tensor:
         """The result of the last hidden layer: (B, 4096)."""
-        if self.resize:
-            _check_images(x, 3, None)
-            x = F.interpolate(
-                x, (224, 224), mode="bilinear", align_corners=False
-            )
-        _check_images(x, 3, 224)
+        _check_images(x, 3, None)
+        x = F.interpolate(x, (224, 224), mode="bilinear", align_corners=False)
         return self.hidden(self.convolutions(x).flatten(1))
 
 
@@ -516,17 +482,14 @@ def _draw(
     Weights without a bias, as ResNets have them, are drawn with the variance 2 / fan-in.
     """
     fan_in = layer.weight[0].numel()
-    bound = fan_in**-0.5 if layer.bias is not None else (6 / fan_in) ** 0.5
+    variances = 1 if layer.bias is not None else 6
+    bound = (variances / fan_in) ** 0.5
     for tensor in layer.parameters():
         if not tensor.is_meta:
             where = tensor.device if generator is None else generator.device
-            draw = torch.rand(
-                tensor.shape,
-                generator=generator,
-                device=where,
-                dtype=torch.float32,
-            )
-            tensor.copy_(bound * (2 * draw - 1))
+            draw = torch.empty(tensor.shape, dtype=torch.float32, device=where)
+            draw.uniform_(-bound, bound, generator=generator)
+            tensor.copy_(draw)
 
 
 def _rising(drop: float, layers: int) -> list[float]:
@@ -542,16 +505,4 @@ def _check_images(x: Tensor, channels: int, size: int | None) -> None:
     sides = "height, width" if size is None else f"{size}, {size}"
     raise ShapeError(
         f"images must be (B, {channels}, {sides}), but got {shape}."
-    )
-
-
-def _padded(y: Tensor, channels: int, padding: str) -> Tensor:
-    """The images with channels of zeros added."""
-    more = channels - y.shape[1]
-    if not more:
-        return y
-    if padding == "end":
-        return F.pad(y, (0, 0, 0, 0, 0, more))
-    return torch.cat(
-        [F.pad(half, (0, 0, 0, 0, 0, more // 2)) for half in y.chunk(2, 1)], 1
     )

@@ -64,8 +64,10 @@ class Force(NamedTuple):
     def layers(self) -> Iterator[Force]:
         """The force of each layer alone."""
         # unbind, not indexing: the gradient of N selections of a stack costs N^2.
-        V = [None] * len(self.K) if self.V is None else self.V.unbind(0)
-        return map(Force, self.K.unbind(0), self.b.unbind(0), V)
+        K = self.K.unbind(0)
+        b = self.b.unbind(0)
+        V = K if self.V is None else self.V.unbind(0)
+        return map(Force, K, b, V)
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,8 @@ class Scheme:
         """
         state = list(x)
         for half, to, fraction in self.ordered(inverse):
-            state[to] = state[to] + (fraction * h) * forces[half](
-                state[half], sigma
-            )
+            force = forces[half](state[half], sigma)
+            state[to] = state[to] + (fraction * h) * force
         return tuple(state)
 
 
@@ -209,8 +210,10 @@ class Midpoint(Implicit):
 
     def step(self, x, forces, h, sigma, *, inverse=False):
         (y,), (force,) = x, forces
-        B = (-0.5 if inverse else 0.5) * h * force.output.mT
-        return (2 * solve(y, B, force.K, force.b, sigma, **self.newton) - y,)
+        half = -0.5 if inverse else 0.5
+        B = half * h * force.output.mT
+        middle = solve(y, B, force.K, force.b, sigma, **self.newton)
+        return (2 * middle - y,)
 
 
 @dataclass(frozen=True)
@@ -226,8 +229,10 @@ class DiscreteGradient(Implicit):
 
     def step(self, x, forces, h, sigma, *, inverse=False):
         (y,), (force,) = x, forces
-        B = (-1.0 if inverse else 1.0) * h * force.output.mT
-        return (solve_chord(y, B, force.K, force.b, sigma, **self.newton),)
+        sign = -1.0 if inverse else 1.0
+        B = sign * h * force.output.mT
+        end = solve_chord(y, B, force.K, force.b, sigma, **self.newton)
+        return (end,)
 
 
 # y <- y + h J dH/dy(y)   (eq:H-DNN_fE)
@@ -320,7 +325,8 @@ def run(
     """
     N = len(forces[0].K)
     stacks = [force.layers() for force in forces]
-    layers = list(zip(zip(*stacks, strict=True), steps(h, N), strict=True))
+    weights = zip(*stacks, strict=True)
+    layers = list(zip(weights, steps(h, N), strict=True))
     x = scheme.split(y)
     states = [y]
     for layer, step in reversed(layers) if inverse else layers:
@@ -359,6 +365,7 @@ def jacobians(
         return scheme.join(scheme.step(scheme.split(y), forces, h, sigma))
 
     weights = [(force.K, force.b, force.output) for force in forces]
+    starts = states[:-1]
     step = torch.as_tensor(h, dtype=states.dtype, device=states.device)
     samples = vmap(jacrev(layer), (0, None, None))
-    return vmap(samples)(states[:-1], weights, step.expand(len(states) - 1)).mT
+    return vmap(samples)(starts, weights, step.expand(len(starts))).mT

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdnn.errors import OptionError, choose, positive_int
+from hdnn.errors import OptionError, positive_int
 
 __all__ = [
     "Breach",
@@ -29,12 +28,10 @@ __all__ = [
     "is_local",
 ]
 
-Links = Sequence[
-    Collection[int]
-]  # the neighbours of each node, itself among them
+# The neighbours of each node, itself among them
+Links = Sequence[Collection[int]]
 
 MOST_PAIRS = 5 * 10**7  # pairs of nodes that rows of R link: more take minutes
-CLIQUE_WORK = 10_000  # cliques that are tried around one node
 
 
 def binary(name: str, pattern: Any) -> Tensor:
@@ -45,8 +42,9 @@ def binary(name: str, pattern: Any) -> Tensor:
         raise OptionError(
             f"{name} must be an (M, M) array of 0 and 1: {error}."
         ) from error
-    square = A.ndim in (2, 3) and A.shape[-1] == A.shape[-2] and A.numel() > 0
-    if not square or not bool(((A == 0) | (A == 1)).all()):
+    square = A.ndim in (2, 3) and A.numel() and A.shape[-1] == A.shape[-2]
+    zero_or_one = (A == 0) | (A == 1)
+    if not square or not bool(zero_or_one.all()):
         raise OptionError(
             f"{name} must be (M, M), or (N, M, M) for a pattern a layer, and hold 0 and 1 only, "
             f"but has shape {tuple(A.shape)}; use (matrix != 0)."
@@ -76,8 +74,10 @@ def dependency(T: Any, R: Any) -> Tensor:
     T = binary("T", T)
     R = binary("R", R)
     _check_alike("T", T, "R", R)
-    near = (R.mT.float() @ R.float() > 0).float()
-    return (T.float() @ near > 0) | (near @ T.float() > 0)
+    T = T.float()
+    R = R.float()
+    near = (R.mT @ R > 0).float()
+    return (T @ near > 0) | (near @ T > 0)
 
 
 def is_local(T: Any, R: Any, S: Any) -> bool:
@@ -186,10 +186,9 @@ class Explanation(tuple[Breach, ...]):
     """All breaches of the locality condition, a line for each; empty if the patterns are local."""
 
     def __str__(self) -> str:
-        return (
-            "\n".join(map(str, self))
-            or "local: all updates need neighbours only"
-        )
+        if not self:
+            return "local: all updates need neighbours only"
+        return "\n".join(map(str, self))
 
 
 def explain(T: Any, R: Any, S: Any) -> Explanation:
@@ -212,18 +211,20 @@ def explain(T: Any, R: Any, S: Any) -> Explanation:
         node 1 needs node 2 forward and backward: row 1 of R has 1 and 2
         node 2 needs node 1 forward and backward: row 1 of R has 2 and 1
     """
-    patterns = [binary(name, A) for name, A in (("T", T), ("R", R), ("S", S))]
-    for (a, A), (b, B) in combinations(zip("TRS", patterns, strict=True), 2):
-        _check_alike(a, A, b, B)
+    T = binary("T", T)
+    R = binary("R", R)
+    S = binary("S", S)
+    _check_alike("T", T, "R", R)
+    _check_alike("T", T, "S", S)
+    _check_alike("R", R, "S", S)
+    patterns = (T, R, S)
     layered = any(A.ndim == 3 for A in patterns)
-    stacks = torch.broadcast_tensors(
-        *(A.reshape(-1, *A.shape[-2:]) for A in patterns)
-    )
+    stacks = [A.reshape(-1, *A.shape[-2:]) for A in patterns]
+    stacks = torch.broadcast_tensors(*stacks)
     result: list[Breach] = []
-    for layer, alike in enumerate(zip(*stacks, strict=True)):
-        result += breaches(
-            *map(links_of, alike), layer=layer if layered else None
-        )
+    for number, layer in enumerate(zip(*stacks, strict=True)):
+        links = map(links_of, layer)
+        result += breaches(*links, layer=number if layered else None)
     return Explanation(result)
 
 
@@ -258,8 +259,10 @@ def check_no_breach(
     """Raise an error that names the first breaches, if there are any."""
     if not found:
         return
-    pairs = dict.fromkeys((breach.node, breach.needs) for breach in found)
-    shown = ", ".join(f"{label(i)} -> {label(k)}" for i, k in list(pairs)[:4])
+    pairs = dict.fromkeys(
+        f"{label(breach.node)} -> {label(breach.needs)}" for breach in found
+    )
+    shown = ", ".join(list(pairs)[:4])
     more = " .." if len(pairs) > 4 else ""
     raise OptionError(
         f"the patterns break the locality condition T R^T R + R^T R T <= S: nodes would need "
@@ -315,7 +318,7 @@ class Sparsity:
         self.S = None if S is None else binary("S", S)
         self.nodes = self.R.shape[-1]
         self.sizes = None if sizes is None else node_sizes(sizes, self.nodes)
-        for name, pattern in (("R", self.R), ("T", self.T), ("S", self.S)):
+        for name, pattern in self._patterns().items():
             if pattern is not None:
                 _check_alike("R", self.R, name, pattern)
                 _check_diagonal(name, pattern)
@@ -325,6 +328,9 @@ class Sparsity:
                     "T must be symmetric, because J is skew-symmetric; use T + T^T."
                 )
             self.check_local(self.T)
+
+    def _patterns(self) -> dict[str, Tensor | None]:
+        return {"R": self.R, "T": self.T, "S": self.S}
 
     def check_local(self, T: Tensor) -> None:
         """Raise an `OptionError` if S is given and lacks links that updates with this T need."""
@@ -344,7 +350,7 @@ class Sparsity:
     def to_config(self) -> dict[str, Any]:
         """The arguments, as JSON can hold them."""
         config: dict[str, Any] = {}
-        for name, pattern in (("R", self.R), ("T", self.T), ("S", self.S)):
+        for name, pattern in self._patterns().items():
             config[name] = None if pattern is None else pattern.int().tolist()
         config["sizes"] = None if self.sizes is None else list(self.sizes)
         return config
@@ -371,22 +377,18 @@ def _check_diagonal(name: str, pattern: Tensor) -> None:
 
 
 # Patterns for a graph. For T = I the condition says that the nodes of each row of R are pairwise
-# linked. So the best R has, row by row, the heaviest clique of linked nodes around its node.
+# linked: each row is a clique.
 
 
-def design(
-    S: Any, sizes: Sequence[int] | None = None, *, keep: str = "R"
-) -> Sparsity:
-    """Patterns that need no more than the graph S and leave many weights free.
+def design(S: Any, sizes: Sequence[int] | None = None) -> Sparsity:
+    """Patterns for T = I that need no more than the graph S and leave many weights free.
 
     Only links both ways can be used, because gradients go back where states came from. Nodes that S
-    joins hear of each other; rows of R give up as many weights as that takes.
+    joins hear of each other: rows of R give up as many weights as that takes.
 
     Args:
         S: the graph `(M, M)`, with ones on its diagonal.
         sizes: the features of each node; by default one each.
-        keep: "R" finds the R with most free weights for T = I; "T" takes R = I and all links for
-            T, for networks that learn X or J.
 
     Returns:
         The patterns, for the option `sparsity` of a network.
@@ -399,82 +401,53 @@ def design(
                 [1, 1, 0],
                 [0, 1, 1]], dtype=torch.int32)
     """
-    choose("keep", keep, ("R", "T"))
     S = binary("S", S)
     if S.ndim == 3:
         raise OptionError(
             f"S must be (M, M), one graph, but has shape {tuple(S.shape)}."
         )
     _check_diagonal("S", S)
-    eye = torch.eye(len(S), dtype=torch.bool)
-    mutual = S & S.mT
-    if keep == "T":
-        return Sparsity(eye, mutual, S, sizes)
-    weight = [1] * len(S) if sizes is None else node_sizes(sizes, len(S))
-    R = torch.zeros_like(eye)
-    for i, row in enumerate(_best_rows(links_of(mutual), weight)):
-        R[i, list(row)] = True
-    return Sparsity(R, eye, S, sizes)
+    M = len(S)
+    weight = [1] * M if sizes is None else node_sizes(sizes, M)
+    near = [set(row) for row in links_of(S & S.mT)]
+    R = torch.zeros(M, M, dtype=torch.bool)
+    for node, row in _joining_rows(near, weight).items():
+        R[node, list(row)] = True
+    return Sparsity(R, torch.eye(M), S, sizes)
 
 
-def _best_rows(links: Links, weight: Sequence[int]) -> list[set[int]]:
-    """The rows of R with most free weights that join all nodes which links join.
-
-    Rows are replaced at the least loss: nodes outside the group that is joined so far take in a
-    member of it, so the group only grows.
-    """
-    near = [set(row) for row in links]
-    rows = [_clique(near, weight, {v}) for v in range(len(near))]
+def _joining_rows(
+    near: list[set[int]], weight: Sequence[int]
+) -> dict[int, set[int]]:
+    """A clique around each node; the nodes of a connected graph are joined by them."""
+    largest_first = sorted(range(len(near)), key=lambda node: -weight[node])
+    rows: dict[int, set[int]] = {}
     joined: set[int] = set()
-    while len(joined) < len(rows):
-        outside = set(range(len(rows))) - joined
-        options = []
-        for v in outside:
-            for u in near[v] & joined:
-                row = _clique(near, weight, {v, u})
-                loss = _total(weight, rows[v]) - _total(weight, row)
-                options.append((weight[v] * loss, v, sorted(row)))
-        v = min(outside)
-        if options:
-            _, v, row = min(options)
-            rows[v] = set(row)
-        joined = _group(rows, joined | {v})
+    for start in largest_first:
+        queue = [(start, start)]
+        for node, source in queue:
+            if node in rows:
+                continue
+            row = _clique(near, weight, {node})
+            if not row & joined:
+                row = _clique(near, weight, {node, source})
+            rows[node] = row
+            joined |= row
+            queue += [(neighbour, node) for neighbour in sorted(near[node])]
     return rows
 
 
-def _group(rows: list[set[int]], nodes: set[int]) -> set[int]:
-    """All nodes that hear of these through R."""
-    size = 0
-    while len(nodes) != size:
-        size = len(nodes)
-        for row in rows:
-            if row & nodes:
-                nodes = nodes | row
-    return nodes
-
-
 def _clique(
-    near: list[set[int]], weight: Sequence[int], start: set[int]
+    near: list[set[int]], weight: Sequence[int], clique: set[int]
 ) -> set[int]:
-    """The heaviest clique around linked nodes; of equals, the one with the first nodes."""
-    best = start
-    most = _total(weight, start)
-    among = set.intersection(*(near[v] for v in start)) - start
-    stack = [(start, sorted(among))]
-    work = 0
-    while stack and work < CLIQUE_WORK:
-        work += 1
-        clique, candidates = stack.pop()
-        total = _total(weight, clique)
-        if total > most:
-            best = clique
-            most = total
-        if total + _total(weight, candidates) > most:
-            u, *others = candidates
-            stack.append((clique, others))
-            stack.append((clique | {u}, [w for w in others if w in near[u]]))
-    return set(best)
-
-
-def _total(weight: Sequence[int], nodes: Collection[int]) -> int:
-    return sum(weight[u] for u in nodes)
+    """A clique around linked nodes, by one node after the other."""
+    candidates = set.intersection(*(near[node] for node in clique)) - clique
+    while candidates:
+        # The node that leaves most to choose from; of equals the first.
+        best = max(
+            sorted(candidates),
+            key=lambda node: sum(weight[u] for u in near[node] & candidates),
+        )
+        clique = clique | {best}
+        candidates = candidates & near[best] - {best}
+    return clique

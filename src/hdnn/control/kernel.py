@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -149,6 +150,11 @@ def _in_threads(run: Callable[[int, int], Any], samples: int) -> list[Any]:
 
     bounds = np.linspace(0, samples, CHUNKS + 1).astype(int).tolist()
     return list(pool().map(run, bounds[:-1], bounds[1:]))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(CHUNKS)
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

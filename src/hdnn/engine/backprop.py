@@ -68,9 +68,8 @@ class Segments:
         key = (layers, undo)
         if key not in self.kernels:
             inverse = self.stack.inverse != undo
-            self.kernels[key] = self.make(
-                replace(self.stack, layers=layers, inverse=inverse)
-            )
+            segment = replace(self.stack, layers=layers, inverse=inverse)
+            self.kernels[key] = self.make(segment)
         return self.kernels[key]
 
     def spans(self) -> list[slice]:
@@ -134,9 +133,8 @@ class Checkpoint(Segments):
     ) -> list[Any]:
         grads: list[Any] = [None] * len(tensors)
         starts = [y, *saved.unbind(0)]
-        for span, start in reversed(
-            list(zip(self.spans(), starts, strict=True))
-        ):
+        segments = list(zip(self.spans(), starts, strict=True))
+        for span, start in reversed(segments):
             _, g = self.again(start, g, tensors, span, grads)
         return [g, *grads]
 

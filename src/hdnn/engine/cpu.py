@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,8 @@ from torch import Tensor
 from hdnn.engine.memory import Stack, Tensors, machine_bytes
 
 DTYPES = {torch.float32: numba.float32, torch.float64: numba.float64}
-LONGEST = (
-    256  # samples in a tile: the longer, the rarer are the checks before a loop
-)
+# Samples in a tile: the longer, the rarer are the checks before a loop
+LONGEST = 256
 LANES = 16  # a tile is a multiple of this
 PARALLEL_FROM = 20_000_000  # products: below this, waking a thread costs more than it brings
 
@@ -89,6 +87,12 @@ def matrix(address, rows, columns, like):  # pragma: kernel
     return numba.carray(pointer_to(address, like), (rows, columns))
 
 
+@inner
+def vector(address, like):  # pragma: kernel
+    """The numbers from an address on; how many is not checked."""
+    return numba.carray(pointer_to(address, like), (1,))
+
+
 # Activations
 
 
@@ -111,10 +115,16 @@ def _(x):
     def rational(x):  # pragma: kernel
         x = min(max(x, -bound), bound)
         s = x * x
-        p = (
-            (((((p0 * s + p1) * s + p2) * s + p3) * s + p4) * s + p5) * s + p6
-        ) * x
-        return p / (((q0 * s + q1) * s + q2) * s + q3)
+        p = p0 * s + p1
+        p = p * s + p2
+        p = p * s + p3
+        p = p * s + p4
+        p = p * s + p5
+        p = p * s + p6
+        q = q0 * s + q1
+        q = q * s + q2
+        q = q * s + q3
+        return p * x / q
 
     return rational
 
@@ -296,16 +306,29 @@ def weigh(z, d, w, c, rows, T):  # pragma: kernel
 # The kernels: functions of the address of their arguments, which are integers
 
 
+@inner
+def step_of(a, s, like):  # pragma: kernel
+    """The half that a step reads, its layer, its fraction of h, and K, b and V."""
+    M = a[8]
+    order = matrix(a[16], M, 2, a[0])
+    half = order[s, 0]
+    j = order[s, 1]
+    fraction = matrix(a[16] + 16 * M, 1, M, like)[0, s]
+    place = WEIGHTS + 3 * half
+    K = vector(a[place], like)
+    b = vector(a[place + 1], like)
+    V = vector(a[place + 2], like)
+    return half, j, fraction, K, b, V
+
+
 def forward_kernel(args):  # pragma: kernel
     """All layers on each tile of the groups that this thread gets hold of."""
     like = numba.carray(args, (1,))[0]
     base = address_of(args)
     a = numba.carray(pointer_to(base, base), (COUNT,))
     groups, tiles, T, B, n, m, R, M, code, size = to_fixed_tuple(a[1:11], 10)
-    scratch, room, y, out, saved, order_at, h_at = to_fixed_tuple(a[11:18], 7)
-    order = matrix(order_at, M, 2, base)
-    fractions = matrix(order_at + 16 * M, 1, M, like)[0]
-    h = matrix(h_at, 1, 1, like)[0]
+    scratch, room, y, out, saved = to_fixed_tuple(a[11:16], 5)
+    h = vector(a[17], like)
     one = h.dtype.type(1)
     group = claim(base)
     while group < groups:
@@ -319,22 +342,17 @@ def forward_kernel(args):  # pragma: kernel
             count = min(T, B - first)
             gather(matrix(y, B, n, like), first, count, x, n, T)
             for s in range(M):
-                half = order[s, 0]
+                half, j, fraction, K, b, V = step_of(a, s, like)
                 r = a[ROWS + half]
-                j = order[s, 1]
-                c = fractions[s] * h[j]
-                K = matrix(a[WEIGHTS + 3 * half], 1, 1, like)[0]
-                b = matrix(a[WEIGHTS + 3 * half + 1], 1, 1, like)[0]
-                V = matrix(a[WEIGHTS + 3 * half + 2], 1, 1, like)[0]
+                c = fraction * h[j]
                 source = matrix(x_at + half * m * T * size, m, T, like)
                 target = matrix(
                     x_at + (n - m - half * m) * T * size, m, T, like
                 )
                 p_at = free
                 z_at = free + R * T * size
-                if (
-                    saved
-                ):  # what the step reads, and z, or p where the slope needs it
+                # What the step reads, and z, or p where the slope needs it
+                if saved:
                     place = saved + (tile * M + s) * (m + R) * T * size
                     copy(source, matrix(place, m, T, like), m, T)
                     if code == 0:
@@ -357,17 +375,15 @@ def backward_kernel(args):  # pragma: kernel
     base = address_of(args)
     a = numba.carray(pointer_to(base, base), (COUNT,))
     groups, tiles, T, B, n, m, R, M, code, size = to_fixed_tuple(a[1:11], 10)
-    scratch, room, g, out, saved, order_at, h_at = to_fixed_tuple(a[11:18], 7)
-    order = matrix(order_at, M, 2, base)
-    fractions = matrix(order_at + 16 * M, 1, M, like)[0]
-    h = matrix(h_at, 1, 1, like)[0]
+    scratch, room, g, out, saved = to_fixed_tuple(a[11:16], 5)
+    h = vector(a[17], like)
     one = h.dtype.type(1)
     group = claim(base)
     while group < groups:
         g_at = scratch + group * room
         free = g_at + n * T * size
         gx = matrix(g_at, n, T, like)
-        G = matrix(a[SUMS] + group * a[SUMS + 1] * size, 1, 1, like)[0]
+        G = vector(a[SUMS] + group * a[SUMS + 1] * size, like)
         for tile in range(
             tiles * group // groups, tiles * (group + 1) // groups
         ):
@@ -375,12 +391,9 @@ def backward_kernel(args):  # pragma: kernel
             count = min(T, B - first)
             gather(matrix(g, B, n, like), first, count, gx, n, T)
             for s in range(M - 1, -1, -1):
-                half = order[s, 0]
+                half, j, fraction, K, _, V = step_of(a, s, like)
                 r = a[ROWS + half]
-                j = order[s, 1]
-                c = fractions[s] * h[j]
-                K = matrix(a[WEIGHTS + 3 * half], 1, 1, like)[0]
-                V = matrix(a[WEIGHTS + 3 * half + 2], 1, 1, like)[0]
+                c = fraction * h[j]
                 dK = a[PLACES + 3 * half] + j * r * m
                 db = a[PLACES + 3 * half + 1] + j * r
                 dV = a[PLACES + 3 * half + 2]
@@ -402,7 +415,7 @@ def backward_kernel(args):  # pragma: kernel
                 add_product(V, j * r * m, m, 1, one, g_target, w, r, m, T)
                 along = weigh(z, u, w, c, r, T)
                 if a[PLACES - 1] >= 0:
-                    G[a[PLACES - 1] + j] += fractions[s] * along
+                    G[a[PLACES - 1] + j] += fraction * along
                 add_sums(G, db, u, r, T)
                 add_outer(G, dK, u, source, r, m, T)
                 if dV == SAME:
@@ -415,13 +428,14 @@ def backward_kernel(args):  # pragma: kernel
 
 
 COUNT = 35
-ROWS, WEIGHTS, SUMS, PLACES = (
-    18,
-    20,
-    26,
-    29,
-)  # where they lie among the arguments
-SAME, NONE = -2, -1  # in the place of the gradient of V
+# Where they lie among the arguments
+ROWS = 18
+WEIGHTS = 20
+SUMS = 26
+PLACES = 29
+# In the place of the gradient of V
+SAME = -2
+NONE = -1
 
 
 # Buffers that are used again
@@ -468,15 +482,11 @@ class Kernel:
         self.stack = stack
         m, R, M = stack.width, max(stack.rows), stack.steps
         self.tiles, self.length = tiling(stack.samples)
-        fractions = torch.tensor(
-            [fraction for _, _, fraction in stack.order], dtype=stack.dtype
-        )
-        order = torch.tensor(
-            [step[:2] for step in stack.order], dtype=torch.int64
-        )
-        self.order = torch.cat(
-            [order.flatten().view(torch.uint8), fractions.view(torch.uint8)]
-        )
+        *steps, fractions = zip(*stack.order, strict=True)
+        steps = torch.tensor(steps, dtype=torch.int64).T.flatten()
+        fractions = torch.tensor(fractions, dtype=stack.dtype)
+        pieces = [steps.view(torch.uint8), fractions.view(torch.uint8)]
+        self.order = torch.cat(pieces)
         self.products = stack.samples * M * m * R
         self.room = (stack.features + 3 * R) * self.length
         code = list(SIGMAS).index(stack.sigma.name)
@@ -526,31 +536,22 @@ class Kernel:
         tensors: Tensors,
         where: tuple[int, ...],
     ) -> None:
+        stack = self.stack
         scratch = torch.empty(groups * self.room, dtype=x.dtype)
-        states = (
-            x.data_ptr(),
-            out.data_ptr(),
-            0 if saved is None else saved.data_ptr(),
-        )
-        rows = (self.stack.rows[0], self.stack.rows[-1])
         args = [0, groups, self.tiles, *self.sizes]
-        args += [
-            scratch.data_ptr(),
-            self.room * self.stack.dtype.itemsize,
-            *states,
-        ]
-        args += [self.order.data_ptr(), tensors[0].data_ptr(), *rows]
+        args += [scratch.data_ptr(), self.room * stack.dtype.itemsize]
+        args += [x.data_ptr(), out.data_ptr()]
+        args.append(0 if saved is None else saved.data_ptr())
+        args += [self.order.data_ptr(), tensors[0].data_ptr()]
+        args += [stack.rows[0], stack.rows[-1]]
         for k in range(1, len(tensors), 3):
             K, b, V = tensors[k : k + 3]
-            args += [
-                K.data_ptr(),
-                b.data_ptr(),
-                K.data_ptr() if V is None else V.data_ptr(),
-            ]
+            V = K if V is None else V
+            args += [K.data_ptr(), b.data_ptr(), V.data_ptr()]
         args += [0] * (SUMS - len(args))
         args += where
+        args += [0] * (COUNT - len(args))
         packed = array("q", args)
-        packed.extend([0] * (COUNT - len(args)))
         kernel = compiled(name, self.stack.dtype)
         address = packed.buffer_info()[0]
         if groups == 1:
@@ -580,14 +581,12 @@ def compiled(name: str, dtype: torch.dtype) -> Any:
     with _compiling:
         try:
             return _compile(function, dtype, cache=True)
-        except (
-            Exception
-        ):  # files of the cache are damaged, or there is no folder for them
-            try:
+        # Files of the cache are damaged, or there is no folder for them.
+        except Exception:
+            with suppress(Exception):
                 FunctionCache(function).flush()
                 return _compile(function, dtype, cache=True)
-            except Exception:
-                return _compile(function, dtype, cache=False)
+            return _compile(function, dtype, cache=False)
 
 
 def _compile(function: Any, dtype: torch.dtype, cache: bool) -> Any:
@@ -606,32 +605,25 @@ def run_together(kernel: Any, address: int, threads: int) -> None:
     if openmp() is not None:
         openmp()(kernel, address, threads, 0)
     else:
-        others = [pool().submit(kernel, address) for _ in range(threads - 1)]
+        others = []
+        for _ in range(threads - 1):
+            other = threading.Thread(target=kernel, args=(address,))
+            other.start()
+            others.append(other)
         kernel(address)
         for other in others:
-            other.result()
+            other.join()
 
 
 @cache
 def openmp() -> Any:
     """The function that starts PyTorch's own threads, which are awake already; None without."""
+    folder = Path(torch.__file__).with_name("lib")
     try:
-        library = ctypes.CDLL(
-            str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")
-        )
-        parallel = library.GOMP_parallel
+        parallel = ctypes.CDLL(str(folder / "libtorch_cpu.so")).GOMP_parallel
     except (OSError, AttributeError):
         return None
     parallel.restype = None
-    parallel.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_uint,
-        ctypes.c_uint,
-    ]
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    parallel.argtypes = [pointer, pointer, number, number]
     return parallel
-
-
-@cache
-def pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count())

@@ -100,15 +100,13 @@ def slope_of(x, z, ACT: constexpr):  # pragma: kernel
 
 @triton.jit
 def rounded(x, PREC: constexpr):  # pragma: kernel
-    if (
-        PREC == "tf32"
-    ):  # the tensor cores cut off the last 13 bits, which would always shrink x
+    # The tensor cores cut off the last 13 bits, which would always shrink x.
+    if PREC == "tf32":
         x = (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
     elif PREC == "bf16":
         x = x.to(tl.bfloat16)
-    elif (
-        PREC == "emulated"
-    ):  # bf16 in the interpreter, which cannot multiply bf16
+    # bf16 in the interpreter, which cannot multiply bf16
+    elif PREC == "emulated":
         x = x.to(tl.bfloat16).to(tl.float32)
     return x
 
@@ -181,9 +179,24 @@ def load_weights(
 
 @triton.jit
 def weights_of(
-    e: constexpr, j, block, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
-    READS: constexpr, SAME: constexpr, PREC: constexpr, BR: constexpr, BM: constexpr,
-):  # fmt: skip  # pragma: kernel
+    e: constexpr,
+    j,
+    block,
+    K_0,
+    b_0,
+    V_0,
+    K_1,
+    b_1,
+    V_1,
+    r_0,
+    r_1,
+    m,
+    READS: constexpr,
+    SAME: constexpr,
+    PREC: constexpr,
+    BR: constexpr,
+    BM: constexpr,
+):  # pragma: kernel
     """The same for the e-th step of a layer."""
     if (READS >> e) & 1:
         return load_weights(
@@ -203,11 +216,36 @@ def forces_of(
 
 @triton.jit(do_not_specialize=["B", "N"])
 def forward_kernel(
-    y, out, kept, h, K_0, b_0, V_0, K_1, b_1, V_1, B, N, m, r_0, r_1,
-    ACT: constexpr, PREC: constexpr, FAST: constexpr, READS: constexpr, E: constexpr,
-    FRACTIONS: constexpr, SAME: constexpr, HALVES: constexpr, INVERSE: constexpr, KEEP: constexpr,
-    RB: constexpr, BT: constexpr, BM: constexpr, BR: constexpr,
-):  # fmt: skip  # pragma: kernel
+    y,
+    out,
+    kept,
+    h,
+    K_0,
+    b_0,
+    V_0,
+    K_1,
+    b_1,
+    V_1,
+    B,
+    N,
+    m,
+    r_0,
+    r_1,
+    ACT: constexpr,
+    PREC: constexpr,
+    FAST: constexpr,
+    READS: constexpr,
+    E: constexpr,
+    FRACTIONS: constexpr,
+    SAME: constexpr,
+    HALVES: constexpr,
+    INVERSE: constexpr,
+    KEEP: constexpr,
+    RB: constexpr,
+    BT: constexpr,
+    BM: constexpr,
+    BR: constexpr,
+):  # pragma: kernel
     first = tl.program_id(0).to(tl.int64) * BT
     row = first + tl.arange(0, BT)[:, None]
     k = tl.arange(0, BM)[None, :]
@@ -258,21 +296,50 @@ def forward_kernel(
                 step = (first * 0 + depth * E + e) * B
                 tl.store(kept + (step + row) * m + k, source, mask=inside)
             K_here, b_here, V_here = K, b, V
-            if (
-                RB == 1
-            ):  # the next weights are on their way while this step runs
+            if RB == 1:
+                # The next weights are on their way while this step runs.
                 K, b, V = weights_of(
-                    (e + 1) % E, j_next, 0, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
-                    READS, SAME, PREC, BR, BM,
-                )  # fmt: skip
+                    (e + 1) % E,
+                    j_next,
+                    0,
+                    K_0,
+                    b_0,
+                    V_0,
+                    K_1,
+                    b_1,
+                    V_1,
+                    r_0,
+                    r_1,
+                    m,
+                    READS,
+                    SAME,
+                    PREC,
+                    BR,
+                    BM,
+                )
                 z = forces_of(source, K_here, b_here, c, ACT, PREC, FAST)
                 target = times(z, V_here, target, PREC)
             else:
                 for block in range(RB):
                     K_here, b_here, V_here = weights_of(
-                        e, j, block, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
-                        READS, SAME, PREC, BR, BM,
-                    )  # fmt: skip
+                        e,
+                        j,
+                        block,
+                        K_0,
+                        b_0,
+                        V_0,
+                        K_1,
+                        b_1,
+                        V_1,
+                        r_0,
+                        r_1,
+                        m,
+                        READS,
+                        SAME,
+                        PREC,
+                        BR,
+                        BM,
+                    )
                     z = forces_of(source, K_here, b_here, c, ACT, PREC, FAST)
                     target = times(z, V_here, target, PREC)
             j = j_next
@@ -299,11 +366,34 @@ def add(into, value, mask, ATOMIC: constexpr):  # pragma: kernel
 
 @triton.jit
 def back_through(
-    source, g_target, g_source, K, b, V, c, part, j, block, dh, dK, db, dV, r, m,
-    SAME: constexpr, LEARNED: constexpr, STEP: constexpr, ACT: constexpr, PREC: constexpr,
-    WPREC: constexpr, FAST: constexpr, ATOMIC: constexpr, BT: constexpr, BM: constexpr,
+    source,
+    g_target,
+    g_source,
+    K,
+    b,
+    V,
+    c,
+    part,
+    j,
+    block,
+    dh,
+    dK,
+    db,
+    dV,
+    r,
+    m,
+    SAME: constexpr,
+    LEARNED: constexpr,
+    STEP: constexpr,
+    ACT: constexpr,
+    PREC: constexpr,
+    WPREC: constexpr,
+    FAST: constexpr,
+    ATOMIC: constexpr,
+    BT: constexpr,
+    BM: constexpr,
     BR: constexpr,
-):  # fmt: skip  # pragma: kernel
+):  # pragma: kernel
     """The gradient of what a block of a step reads; those of its weights are added up."""
     bias = tl.zeros((BT, BR), tl.float32) + b[None, :]
     a = times_transposed(source, K, bias, PREC)
@@ -338,13 +428,48 @@ def back_through(
 
 @triton.jit(do_not_specialize=["B", "N", "tiles", "size"])
 def backward_kernel(
-    kept, g, out, h, K_0, b_0, V_0, K_1, b_1, V_1,
-    dh, dK_0, db_0, dV_0, dK_1, db_1, dV_1, B, N, m, r_0, r_1, tiles, size,
-    ACT: constexpr, PREC: constexpr, WPREC: constexpr, FAST: constexpr, READS: constexpr,
-    E: constexpr, FRACTIONS: constexpr, SAME: constexpr, LEARNED: constexpr, STEP: constexpr,
-    HALVES: constexpr, INVERSE: constexpr, ATOMIC: constexpr,
-    RB: constexpr, BT: constexpr, BM: constexpr, BR: constexpr,
-):  # fmt: skip  # pragma: kernel
+    kept,
+    g,
+    out,
+    h,
+    K_0,
+    b_0,
+    V_0,
+    K_1,
+    b_1,
+    V_1,
+    dh,
+    dK_0,
+    db_0,
+    dV_0,
+    dK_1,
+    db_1,
+    dV_1,
+    B,
+    N,
+    m,
+    r_0,
+    r_1,
+    tiles,
+    size,
+    ACT: constexpr,
+    PREC: constexpr,
+    WPREC: constexpr,
+    FAST: constexpr,
+    READS: constexpr,
+    E: constexpr,
+    FRACTIONS: constexpr,
+    SAME: constexpr,
+    LEARNED: constexpr,
+    STEP: constexpr,
+    HALVES: constexpr,
+    INVERSE: constexpr,
+    ATOMIC: constexpr,
+    RB: constexpr,
+    BT: constexpr,
+    BM: constexpr,
+    BR: constexpr,
+):  # pragma: kernel
     own = tl.program_id(0).to(tl.int64) * size
     zero = own * 0
     if ATOMIC:
@@ -420,28 +545,104 @@ def backward_kernel(
                 for block in range(RB):
                     if RB > 1:
                         K, b, V = weights_of(
-                            e, j_here, block, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
-                            READS, SAME, PREC, BR, BM,
-                        )  # fmt: skip
+                            e,
+                            j_here,
+                            block,
+                            K_0,
+                            b_0,
+                            V_0,
+                            K_1,
+                            b_1,
+                            V_1,
+                            r_0,
+                            r_1,
+                            m,
+                            READS,
+                            SAME,
+                            PREC,
+                            BR,
+                            BM,
+                        )
                     if (READS >> e) & 1:
                         moved = back_through(
-                            source, g_target, moved, K, b, V, c, part, j_here, block,
-                            dh, dK_1, db_1, dV_1, r_1, m,
-                            (SAME >> 1) & 1, (LEARNED >> 1) & 1, STEP, ACT, PREC, WPREC, FAST,
-                            ATOMIC, BT, BM, BR,
-                        )  # fmt: skip
+                            source,
+                            g_target,
+                            moved,
+                            K,
+                            b,
+                            V,
+                            c,
+                            part,
+                            j_here,
+                            block,
+                            dh,
+                            dK_1,
+                            db_1,
+                            dV_1,
+                            r_1,
+                            m,
+                            (SAME >> 1) & 1,
+                            (LEARNED >> 1) & 1,
+                            STEP,
+                            ACT,
+                            PREC,
+                            WPREC,
+                            FAST,
+                            ATOMIC,
+                            BT,
+                            BM,
+                            BR,
+                        )
                     else:
                         moved = back_through(
-                            source, g_target, moved, K, b, V, c, part, j_here, block,
-                            dh, dK_0, db_0, dV_0, r_0, m,
-                            SAME & 1, LEARNED & 1, STEP, ACT, PREC, WPREC, FAST,
-                            ATOMIC, BT, BM, BR,
-                        )  # fmt: skip
+                            source,
+                            g_target,
+                            moved,
+                            K,
+                            b,
+                            V,
+                            c,
+                            part,
+                            j_here,
+                            block,
+                            dh,
+                            dK_0,
+                            db_0,
+                            dV_0,
+                            r_0,
+                            m,
+                            SAME & 1,
+                            LEARNED & 1,
+                            STEP,
+                            ACT,
+                            PREC,
+                            WPREC,
+                            FAST,
+                            ATOMIC,
+                            BT,
+                            BM,
+                            BR,
+                        )
                 if RB == 1:
                     K, b, V = weights_of(
-                        (e + E - 1) % E, j, 0, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
-                        READS, SAME, PREC, BR, BM,
-                    )  # fmt: skip
+                        (e + E - 1) % E,
+                        j,
+                        0,
+                        K_0,
+                        b_0,
+                        V_0,
+                        K_1,
+                        b_1,
+                        V_1,
+                        r_0,
+                        r_1,
+                        m,
+                        READS,
+                        SAME,
+                        PREC,
+                        BR,
+                        BM,
+                    )
                 if HALVES:
                     if (READS >> e) & 1:
                         g_q = moved

@@ -35,9 +35,8 @@ class Stack:
     samples: int
     features: int
     rows: tuple[int, ...]  # hidden units of each force
-    outputs: tuple[
-        str, ...
-    ]  # V of each force: "same" (K), "fixed" (no gradient) or "learned"
+    # V of each force: "same" (K), "fixed" (no gradient) or "learned"
+    outputs: tuple[str, ...]
     dtype: torch.dtype
     device: torch.device
     learned: bool = False  # the steps h need a gradient
@@ -88,21 +87,15 @@ class Stack:
         return -(-(start + math.prod(shape)) // 32) * 32
 
     def gradients(self, buffer: Tensor) -> list[Tensor | None]:
-        """Views of a buffer, which begins its storage: the gradient of each tensor, or None."""
+        """Views of a buffer: the gradient of each tensor, or None."""
         views: list[Tensor | None] = []
         for place in self.places:
             if place is None:
                 views.append(None)
             else:
                 start, shape = place
-                strides = (
-                    (shape[1] * shape[2], shape[2], 1)
-                    if len(shape) == 3
-                    else (shape[-1], 1)
-                )
-                views.append(
-                    buffer.as_strided(shape, strides[-len(shape) :], start)
-                )
+                size = math.prod(shape)
+                views.append(buffer[start : start + size].view(shape))
         return views
 
     def forces(self, tensors: Sequence[Any]) -> list[Force]:

@@ -43,22 +43,17 @@ DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
-HALF = (
-    torch.bfloat16,
-    torch.float16,
-)  # converted to float32 on the way in, and back
+# Converted to float32 on the way in, and back
+HALF = (torch.bfloat16, torch.float16)
 PLAIN = (Tensor, nn.Parameter)
-EXTRAS = {
-    "cpu": ("numba", "fast"),
-    "cuda": ("triton", "gpu"),
-}  # what compiles, and its extra
+# The compiler, and the extra that installs it
+EXTRAS = {"cpu": ("numba", "fast"), "cuda": ("triton", "gpu")}
 INSTALLED = {
     name: importlib.util.find_spec(name) is not None
     for name, _ in EXTRAS.values()
 }
-WIDEST = (
-    192  # features of a state on the CPU; beyond, the plain loop is as fast
-)
+# Features of a state on the CPU; beyond, the plain loop is as fast
+WIDEST = 192
 WIDEST_TILE = 64  # features that a program on the GPU keeps in registers
 WIDEST_ROUNDED_TILE = 128  # the same with rounded factors, on tensor cores
 SHARE = 8  # stored states take at most this part of the memory: one in so many
@@ -198,9 +193,8 @@ class Plan:
             backprop_of(self.stack, fused, self.how[1])  # may refuse
 
     def _constant(self, h: float, layers: int, device: torch.device) -> Tensor:
-        with torch.inference_mode(
-            False
-        ):  # a later call may save it for its backward pass
+        # A later call may save it for its backward pass.
+        with torch.inference_mode(False):
             return torch.full((layers,), h, dtype=self.dtype, device=device)
 
     def __call__(
@@ -474,16 +468,19 @@ def _traced(call: Call, engine: str | None, backprop: str | None) -> Tensor:
         return schemes.run(scheme, y, forces, h, sigma, inverse=inverse)
     dtype = torch.float32 if y.dtype in HALF else y.dtype
     learned = isinstance(h, Tensor) and h.requires_grad
-    text = f"{sigma.name} {backprop or 'auto'} {scheme.halves:d} {inverse:d} {learned:d}"
-    text += " " + ",".join([f"{half}:{part}" for half, part in scheme.moves])
-    for force in forces:
-        text += " " + output_kind(force.V)
+    words = [sigma.name, backprop or "auto"]
+    words += [f"{scheme.halves:d}", f"{inverse:d}", f"{learned:d}"]
+    words.append(",".join([f"{half}:{part}" for half, part in scheme.moves]))
+    words += [output_kind(force.V) for force in forces]
+    text = " ".join(words)
     with torch.autocast(y.device.type, enabled=False):
         if not isinstance(h, Tensor):
             h = y.new_full((), h, dtype=dtype)
-        parts = [h.expand(len(forces[0].K)), *itertools.chain(*forces)]
+        steps = h.expand(len(forces[0].K))
+        parts = [steps, *itertools.chain(*forces)]
         tensors = [t.to(dtype).contiguous() for t in parts if t is not None]
-        flat = y.reshape(-1, y.shape[-1]).to(dtype).contiguous()
+        flat = y.reshape(-1, y.shape[-1])
+        flat = flat.to(dtype).contiguous()
         y_N = OPERATORS.stack(flat, tensors, text)[0]
         return y_N.reshape(y.shape).to(y.dtype)
 
@@ -525,7 +522,9 @@ def _kernel(*call: Any, precision: str) -> tuple[Stack, Any]:
 def _described(y: Tensor, tensors: Sequence[Tensor], text: str) -> Any:
     """The arguments of `_stack`."""
     rows = [b.shape[1] for b in tensors if b.dim() == 2]
-    return text, (*y.shape, tensors[0].shape[0], *rows), y.dtype, y.device
+    layers = len(tensors[0])
+    sizes = (*y.shape, layers, *rows)
+    return text, sizes, y.dtype, y.device
 
 
 def _filled(tensors: Sequence[Tensor], stack: Stack) -> tuple[Any, ...]:

@@ -24,7 +24,9 @@ from triton.language import constexpr
 from hdnn.engine.gpu import interpreted, sigma_of, slope_of
 from hdnn.engine.memory import Stack, Tensors
 
-ROWS, COLUMNS = 64, 64  # of a tile, between products
+# Of a tile, between products
+ROWS = 64
+COLUMNS = 64
 # True if a product of bf16 factors can have a float32 result
 EXACT_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 BLOCK = 2048  # numbers that a program of `value_kernel` takes
@@ -35,7 +37,7 @@ WASTED = 64  # graphs that were recorded and never replayed, after which none is
 @triton.jit
 def value_kernel(
     a, z, h, fraction, size, ACT: constexpr, FAST: constexpr, BLOCK: constexpr
-):  # fmt: skip  # pragma: kernel
+):  # pragma: kernel
     """z = c sigma(a)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -46,9 +48,23 @@ def value_kernel(
 
 @triton.jit
 def slope_kernel(
-    a, w, u, z, h, fraction, sums, dots, B, r, R, blocks,
-    ACT: constexpr, FAST: constexpr, BB: constexpr, BR: constexpr,
-):  # fmt: skip  # pragma: kernel
+    a,
+    w,
+    u,
+    z,
+    h,
+    fraction,
+    sums,
+    dots,
+    B,
+    r,
+    R,
+    blocks,
+    ACT: constexpr,
+    FAST: constexpr,
+    BB: constexpr,
+    BR: constexpr,
+):  # pragma: kernel
     """w = u = c w sigma'(a) and z = c sigma(a), with sums of u and of w sigma(a) over the tile."""
     tile = tl.program_id(0)
     block = tl.program_id(1)
@@ -71,20 +87,21 @@ def slope_kernel(
 
 def dtypes(precision: str) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of factors: of products with states, and of those that give weights."""
-    low = torch.bfloat16
-    return {"bf16": (low, low), "tf32": (torch.float32, low)}.get(
-        precision, (torch.float32, torch.float32)
-    )
+    if precision == "bf16":
+        return torch.bfloat16, torch.bfloat16
+    if precision == "tf32":
+        return torch.float32, torch.bfloat16
+    return torch.float32, torch.float32
 
 
 def saved_sizes(stack: Stack, precision: str) -> tuple[int, int]:
     """Numbers of float32 that hold what each step reads, and what sigma reads."""
     factor, low = dtypes(precision)
-    sizes = []
-    for width, dtype in ((stack.width, low), (max(stack.rows), factor)):
-        size = stack.steps * stack.samples * width * dtype.itemsize
-        sizes.append(-(-size // 128) * 32)  # aligned
-    return sizes[0], sizes[1]
+    rows = stack.steps * stack.samples
+    read = rows * stack.width * low.itemsize
+    inner = rows * max(stack.rows) * factor.itemsize
+    # Aligned
+    return -(-read // 128) * 32, -(-inner // 128) * 32
 
 
 def saved_size(stack: Stack, precision: str = "ieee") -> int:
@@ -173,7 +190,9 @@ class Kernel:
                 half, j, fraction = step
                 K, _, V = weights[half]
                 dK, _, dV = grads[3 * half + 1 : 3 * half + 4]
-                t, slope, value = (self._view(each, half) for each in (w, u, z))
+                t = self._view(w, half)
+                slope = self._view(u, half)
+                value = self._view(z, half)
                 target = now[self._moved(half)]
                 rounded = target
                 if self.low != target.dtype:
@@ -184,9 +203,20 @@ class Kernel:
                 B, r = a.shape
                 grid = (self.tiles, -(-r // COLUMNS))
                 slope_kernel[grid](
-                    a, t, slope, value, h[j:], fraction, sums[s], dots[s],
-                    B, r, sums.shape[-1], self.blocks, **self.tile,
-                )  # fmt: skip
+                    a,
+                    t,
+                    slope,
+                    value,
+                    h[j:],
+                    fraction,
+                    sums[s],
+                    dots[s],
+                    B,
+                    r,
+                    sums.shape[-1],
+                    self.blocks,
+                    **self.tile,
+                )
                 add_product(dK[j], slope.mT, sources[s])  # pyright: ignore[reportOptionalSubscript]
                 into = dK if stack.outputs[half] == "same" else dV
                 if into is not None:
@@ -227,14 +257,19 @@ class Kernel:
     def _room(self, y: Tensor, saved: Tensor | None) -> tuple[Tensor, Tensor]:
         """Room for what each step reads (.., B, m), and for what sigma reads (.., B r)."""
         stack = self.stack
-        B, m, R = stack.samples, stack.width, max(stack.rows)
+        B = stack.samples
+        m = stack.width
+        inner_size = B * max(stack.rows)
         if saved is None:
-            inner = y.new_empty(1, B * R, dtype=self.factor)
-            return y.new_empty(1, B, m, dtype=self.low), inner
+            sources = y.new_empty(1, B, m, dtype=self.low)
+            inner = y.new_empty(1, inner_size, dtype=self.factor)
+            return sources, inner
         size, _ = saved_sizes(stack, self.precision)
-        sources = saved[:size].view(self.low)[: stack.steps * B * m]
-        inner = saved[size:].view(self.factor)[: stack.steps * B * R]
-        return sources.view(-1, B, m), inner.view(-1, B * R)
+        sources = saved[:size].view(self.low)
+        inner = saved[size:].view(self.factor)
+        sources = sources[: stack.steps * B * m].view(-1, B, m)
+        inner = inner[: stack.steps * inner_size].view(-1, inner_size)
+        return sources, inner
 
     def _new(
         self, y: Tensor, dtype: torch.dtype, parts: int | None = None
@@ -267,8 +302,9 @@ class Kernel:
 
     def _begin(self, y: Tensor, now: Tensor) -> None:
         """Take y apart."""
-        for part, place in zip(y.chunk(self.parts, -1), now, strict=True):
-            place.copy_(part)
+        halves = y.chunk(self.parts, -1)
+        for half, place in zip(halves, now, strict=True):
+            place.copy_(half)
 
     def _run(
         self,
@@ -372,9 +408,8 @@ def multiplying(precision: str) -> Iterator[None]:
             before = torch.get_float32_matmul_precision()
             after = "high" if rounding else "highest"
             change = torch.set_float32_matmul_precision
-        except (
-            RuntimeError
-        ):  # `fp32_precision` was set, and rules out the older switch
+        # `fp32_precision` was set, and rules out the older switch.
+        except RuntimeError:
             before = matmul.fp32_precision
             after = "tf32" if rounding else "ieee"
             change = partial(setattr, matmul, "fp32_precision")

@@ -111,11 +111,6 @@ class ShearLayers(nn.Module):
             return Guarantee(False, "none", why)
         return Guarantee(True, GRADIENTS if self.symplectic else VOLUME, SCOPE)
 
-    def form(self) -> str:
-        """The layer in one line."""
-        fields = ", ".join(type(field).__name__ for field in self.fields())
-        return f"{type(self).__name__}({fields}, {self.extra_repr()})"
-
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
 
@@ -419,11 +414,6 @@ class Reversible(ShearLayers):
 
     def __getitem__(self, j: int) -> ShearLayers:
         return self.blocks[j]  # pyright: ignore[reportReturnType]
-
-    def form(self) -> str:
-        """The stack in one line."""
-        kinds = ", ".join(dict.fromkeys(block.form() for block in self))
-        return f"Reversible({len(self)} blocks: {kinds})"
 
     def extra_repr(self) -> str:
         options = f'backprop="{self.backprop}", state="{self.state}"'

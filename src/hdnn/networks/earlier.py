@@ -41,12 +41,10 @@ class MS1(Network):
     def field(self) -> dict[str, Tensor]:
         """`K = [[0, K_0], [K_0^T, 0]]` and `X_j = -K_0^-1`: needs an invertible `K_0`."""
         K_0, b_1, b_2 = self.stacks()
+        zero = torch.zeros_like(K_0)
         J = functional.from_X(-_inverse(K_0))
-        return {
-            "J": J,
-            "K": _off_diagonal(K_0, K_0.mT),
-            "b": torch.cat([b_2, b_1], -1),
-        }
+        K = functional.blocks(zero, K_0, K_0.mT, zero)
+        return {"J": J, "K": K, "b": torch.cat([b_2, b_1], -1)}
 
     def field_rates(self) -> Tensor:
         """A bound on the derivative of the field in each layer: `S |K_0|`, `(N,)`."""
@@ -123,12 +121,10 @@ class MS3(Network):
         """`K = [[0, K_1], [K_2, 0]]` and `J = [[0, I], [-I, 0]]`."""
         K_1, K_2, b_1, b_2 = self.stacks()
         eye = torch.eye(self.features // 2, dtype=b_1.dtype, device=b_1.device)
-        K = _off_diagonal(K_1, K_2)
-        return {
-            "J": functional.from_X(-eye),
-            "K": K,
-            "b": torch.cat([b_1, b_2], -1),
-        }
+        J = functional.from_X(-eye)
+        zero = torch.zeros_like(K_1)
+        K = functional.blocks(zero, K_1, K_2, zero)
+        return {"J": J, "K": K, "b": torch.cat([b_1, b_2], -1)}
 
 
 class MLP(Network):
@@ -184,12 +180,6 @@ class MLP(Network):
     def refine(self, k: int) -> NoReturn:
         """Not for this network, which is no discretised ODE."""
         self._refuse("is no discretised ODE and cannot be refined.")
-
-
-def _off_diagonal(A: Tensor, B: Tensor) -> Tensor:
-    """[[0, A], [B, 0]]."""
-    zero = torch.zeros_like(A)
-    return torch.cat([torch.cat([zero, A], -1), torch.cat([B, zero], -1)], -2)
 
 
 def _inverse(K: Tensor) -> Tensor:

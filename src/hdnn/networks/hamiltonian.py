@@ -128,9 +128,8 @@ class HamiltonianNet(Network):
         if self.sparsity is not None:
             for stack in self.stacked[: len(self.stacked) // 2]:
                 K = self.weight(stack)
-                self._keep_free(
-                    stack, K, self._free(self.sparsity.R, K.shape[-1])
-                )
+                free = self._free(self.sparsity.R, K.shape[-1])
+                self._keep_free(stack, K, free)
 
     # X and J
 
@@ -152,7 +151,8 @@ class HamiltonianNet(Network):
                 f"{name} has an entry that is NaN or infinite in {dtype}."
             )
         defect = (matrix + matrix.mT).abs().amax((-2, -1))
-        rounding = 8 * torch.finfo(dtype).eps * matrix.abs().amax((-2, -1))
+        largest = matrix.abs().amax((-2, -1))
+        rounding = 8 * torch.finfo(dtype).eps * largest
         if name == "J" and not bool((defect <= rounding).all()):
             raise OptionError(
                 f"J must be skew-symmetric (J = -J^T), but max |J + J^T| = {defect.max():.3g}; "
@@ -220,9 +220,9 @@ class HamiltonianNet(Network):
         sizes, paired = self.node_sizes()
         eye = torch.eye(len(sizes), device="cpu")
         owners = eye.repeat_interleave(torch.tensor(sizes, device="cpu"), 0)
-        return (
-            owners.repeat(2, 1) if paired and rows == self.features else owners
-        )
+        if paired and rows == self.features:
+            return owners.repeat(2, 1)
+        return owners
 
     def _free(self, pattern: Tensor, rows: int) -> Tensor:
         """The entries that a block pattern leaves free in square matrices."""
@@ -245,14 +245,12 @@ class HamiltonianNet(Network):
         used = owners.mT @ link.ne(0).float() @ owners > 0
         used = used.view(-1, *used.shape[-2:]).any(0)
         if sparsity.T is None:
-            T = (
-                used
-                | used.mT
-                | torch.eye(len(used), dtype=torch.bool, device="cpu")
-            )
+            eye = torch.eye(len(used), dtype=torch.bool, device="cpu")
+            T = used | used.mT | eye
             return Sparsity(sparsity.R, T, sparsity.S, sparsity.sizes)
-        if bool((used & ~sparsity.T).any()):
-            i, k = (used & ~sparsity.T).nonzero()[0].tolist()
+        missing = used & ~sparsity.T
+        if bool(missing.any()):
+            i, k = missing.nonzero()[0].tolist()
             raise OptionError(
                 f"{name} links nodes {i} and {k}, but T does not; "
                 "add that link to T, or make that block zero."
@@ -280,16 +278,13 @@ class HamiltonianNet(Network):
 
     def field(self) -> dict[str, Tensor]:
         """J, K `(N, n, n)` and b `(N, n)` of the ODE `y' = J K^T sigma(K y + b)`."""
-        stacks = self.stacks()
         if self.scheme.halves:
-            K_p, K_q, b_p, b_q = stacks
+            K_p, K_q, b_p, b_q = self.stacks()
             zero = torch.zeros_like(K_p)
-            K = torch.cat(
-                [torch.cat([K_p, zero], -1), torch.cat([zero, K_q], -1)], -2
-            )
+            K = functional.blocks(K_p, zero, zero, K_q)
             b = torch.cat([b_p, b_q], -1)
         else:
-            K, b = stacks
+            K, b = self.stacks()
         if self.linked:
             link = self.weight(self.linked)
         else:
@@ -318,7 +313,9 @@ class HamiltonianNet(Network):
         (force,) = self.forces()
         A, B = force.K, force.output.mT
         if self.scheme.paired:  # p alone is solved for
-            A, B = A.chunk(2, -1)[0], B.chunk(2, -2)[0]
+            m = self.features // 2
+            A = A[..., :m]
+            B = B[..., :m, :]
         else:
             A = A / 2
         return h * implicit.coupling(A, B, self.sigma.S)
@@ -361,22 +358,16 @@ class HamiltonianNet(Network):
 
     def constants(self) -> dict[str, Tensor]:
         """X or J, if one was given or is learned."""
-        return (
-            {self.linked: self.weight(self.linked).detach()}
-            if self.linked
-            else {}
-        )
+        if not self.linked:
+            return {}
+        return {self.linked: self.weight(self.linked).detach()}
 
     def _refined_config(self, k: int) -> dict[str, Any]:
         config = super()._refined_config(k)
-        if (
-            self.sparsity is not None
-            and self.sparsity.R.ndim == 3
-            and not self.tied
-        ):
-            config["sparsity"]["R"] = (
-                self.sparsity.R.repeat_interleave(k, 0).int().tolist()
-            )
+        patterns = self.sparsity
+        if patterns is not None and patterns.R.ndim == 3 and not self.tied:
+            R = patterns.R.repeat_interleave(k, 0)
+            config["sparsity"]["R"] = R.int().tolist()
         return config
 
     def extra_repr(self) -> str:
@@ -487,8 +478,6 @@ def _newton(
 def _as_sparsity(sparsity: Any) -> Sparsity | None:
     if sparsity is None or isinstance(sparsity, Sparsity):
         return sparsity
-    return (
-        Sparsity(**sparsity)
-        if isinstance(sparsity, dict)
-        else Sparsity(sparsity)
-    )
+    if isinstance(sparsity, dict):
+        return Sparsity(**sparsity)
+    return Sparsity(sparsity)

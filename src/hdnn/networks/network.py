@@ -47,7 +47,6 @@ HARMLESS = (
     "config",
     "constants",
     "extra_repr",
-    "form",
     "guarantee",
     "reset_parameters",
     "smoothness",
@@ -176,9 +175,8 @@ class Network(nn.Module):
         Layer(2 of 8: K_p (2, 2), K_q (2, 2), b_p (2,), b_q (2,), h = 0.3)
     """
 
-    stacked: tuple[
-        str, ...
-    ] = ()  # the weights that each layer has, in the order they are drawn
+    # The weights that each layer has, in the order in which they are drawn
+    stacked: tuple[str, ...] = ()
     forward_euler = False
     certified_at = "rows"
 
@@ -219,9 +217,8 @@ class Network(nn.Module):
         self.learn_step = learn_step
         if tied and learn_step and isinstance(self.step, tuple):
             self._refuse("tied layers learn one step; give a single step or T.")
-        self._shapes: dict[
-            str, torch.Size
-        ] = {}  # of the matrices stored by their free entries
+        # Of the matrices that are stored by their free entries
+        self._shapes: dict[str, torch.Size] = {}
         self._skew: set[str] = set()
         like = new_tensor(dtype, device)
         if not like.is_floating_point():
@@ -265,15 +262,8 @@ class Network(nn.Module):
 
     def _first_log_h(self) -> Tensor:
         # log h is learned: a step stays positive whatever happens to it.
-        steps = (
-            self.step
-            if isinstance(self.step, tuple)
-            else (self.step,) * self.layers
-        )
-        logs = [math.log(h) for h in steps]
-        return torch.tensor(
-            logs[:1] if self.tied else logs, dtype=torch.float64
-        )
+        steps = torch.as_tensor(self.step, dtype=torch.float64)
+        return steps.expand(1 if self.tied else self.layers).log()
 
     def _keep_free(
         self,
@@ -295,9 +285,8 @@ class Network(nn.Module):
         self.register_buffer(
             f"_{name}_index", index.to(like.device), persistent=False
         )
-        entries = (
-            value.detach().flatten()[index.to(value.device)].to(like, copy=True)
-        )
+        entries = value.detach().flatten()[index.to(value.device)]
+        entries = entries.to(like, copy=True)
         if learn:
             self.register_parameter(f"{name}_free", nn.Parameter(entries))
         else:
@@ -313,10 +302,9 @@ class Network(nn.Module):
         if shape is None:
             return getattr(self, name)
         free = getattr(self, f"{name}_free")
-        flat = free.new_zeros(shape.numel())
-        matrix = flat.scatter(0, getattr(self, f"_{name}_index"), free).view(
-            shape
-        )
+        index = getattr(self, f"_{name}_index")
+        flat = free.new_zeros(shape.numel()).scatter(0, index, free)
+        matrix = flat.view(shape)
         return matrix - matrix.mT if name in self._skew else matrix
 
     def __getattr__(self, name: str) -> Any:
@@ -334,9 +322,8 @@ class Network(nn.Module):
         """
         if name in self._shapes:
             index = getattr(self, f"_{name}_index")
-            value = value.expand(self._shapes[name]).flatten()[
-                index.to(value.device)
-            ]
+            flat = value.expand(self._shapes[name]).flatten()
+            value = flat[index.to(value.device)]
             name = f"{name}_free"
         if parametrize.is_parametrized(self, name):
             setattr(self, name, value)
@@ -365,9 +352,8 @@ class Network(nn.Module):
             plain: Any = self._parameters
             values = list(map(plain.__getitem__, self.stacked))
         if self.tied:
-            return [
-                value.expand(self.layers, *value.shape[1:]) for value in values
-            ]
+            N = self.layers
+            return [value.expand(N, *value.shape[1:]) for value in values]
         return values
 
     def weights(self) -> dict[str, Any]:
@@ -380,11 +366,9 @@ class Network(nn.Module):
     @property
     def h(self) -> float | tuple[float, ...] | Tensor:
         """The step: a float, one a layer, or the learned ones `(N,)`."""
-        return (
-            self.log_h.exp().expand(self.layers)
-            if self.learn_step
-            else self.step
-        )
+        if self.learn_step:
+            return self.log_h.exp().expand(self.layers)
+        return self.step
 
     def steps(self) -> Tensor:
         """The steps of all layers: `(N,)`."""
@@ -423,16 +407,18 @@ class Network(nn.Module):
 
     def _check_features(self, y: Tensor) -> None:
         if isinstance(y, Tensor) and y.ndim and y.shape[-1] != self.features:
+            advice = (
+                "augment the features (hdnn.heads.Augment) or make the network with "
+                f"features={y.shape[-1]}"
+            )
             if y.ndim == 4:
-                raise ShapeError(
-                    f"{type(self).__name__} takes y of shape (*batch, {self.features}), but got "
-                    f"{tuple(y.shape)}; for images (B, C, height, width) use "
-                    f"hdnn.HamiltonianUnit(channels={y.shape[1]}, layers={self.layers})."
+                advice = (
+                    "for images (B, C, height, width) use "
+                    f"hdnn.HamiltonianUnit(channels={y.shape[1]}, layers={self.layers})"
                 )
             raise ShapeError(
                 f"{type(self).__name__} takes y of shape (*batch, {self.features}), but got "
-                f"{tuple(y.shape)}; augment the features (hdnn.heads.Augment) or make the network "
-                f"with features={y.shape[-1]}."
+                f"{tuple(y.shape)}; {advice}."
             )
 
     def trajectory(self, y: Tensor) -> Tensor:
@@ -562,14 +548,13 @@ class Network(nn.Module):
                 "has no gradient budget: its layers are not shears, as those of H2, MS1, MS3, "
                 "Verlet and Yoshida are."
             )
-        norms = [
-            spectral_norm(force.K) * spectral_norm(force.output)
-            for force in self.forces()
-        ]
         h = self.steps()
-        return torch.cat(
-            [abs(part) * h * norms[half] for half, part in self.scheme.moves]
-        )
+        norms = []
+        for force in self.forces():
+            norm = spectral_norm(force.K) * spectral_norm(force.output)
+            norms.append(h * norm)
+        shears = [abs(part) * norms[half] for half, part in self.scheme.moves]
+        return torch.cat(shears)
 
     def field(self) -> dict[str, Tensor]:
         """J, K `(N, r, n)` and b `(N, r)` of the ODE `y' = J K^T sigma(K y + b)`."""
@@ -583,21 +568,18 @@ class Network(nn.Module):
     def field_rates(self) -> Tensor:
         """A bound on the derivative of the field in each layer: `S |K_j|^2 |J_j|`, `(N,)`."""
         field = self.field()
-        return (
-            self.sigma.S
-            * spectral_norm(field["K"]).square()
-            * spectral_norm(field["J"])
-        )
+        K_norm = spectral_norm(field["K"])
+        return self.sigma.S * K_norm.square() * spectral_norm(field["J"])
 
     def smoothness(self) -> Tensor:
         """The regulariser R_K, small where weights change little from layer to layer.
 
         h/2 sum_{j=1}^{N-1} |K_j - K_{j-1}|_F^2 + |b_j - b_{j-1}|^2
         """
-        jumps = sum(
-            stack.diff(dim=0).square().flatten(1).sum(1)
-            for stack in self._smooth()
-        )
+        jumps: Any = 0.0
+        for stack in self._smooth():
+            squares = stack.diff(dim=0).square()
+            jumps = jumps + squares.flatten(1).sum(1)
         return 0.5 * (self.steps()[1:] * jumps).sum()
 
     def _smooth(self) -> list[Tensor]:
@@ -615,9 +597,8 @@ class Network(nn.Module):
             "tied": self.tied,
         }
         if hasattr(self, "h"):
-            config["step"] = (
-                list(self.step) if isinstance(self.step, tuple) else self.step
-            )
+            step = self.step
+            config["step"] = list(step) if isinstance(step, tuple) else step
             config["learn_step"] = self.learn_step
         return config
 
@@ -631,27 +612,26 @@ class Network(nn.Module):
         weight = next(self.parameters())
         options = self._refined_config(k)
         for name, value in self.constants().items():
-            options[name] = (
-                value.repeat_interleave(k, 0) if value.ndim == 3 else value
-            )
+            if value.ndim == 3:
+                value = value.repeat_interleave(k, 0)
+            options[name] = value
         kind: Any = parametrize.type_before_parametrizations(self)
-        # All that it draws is overwritten: spare the global generator.
-        options |= {
-            "generator": torch.Generator(),
-            "dtype": weight.dtype,
-            "device": weight.device,
-        }
-        fine = kind(**options, engine=self.engine, backprop=self.backprop)
-        for name in self.stacked:
-            value = self.weight(name).detach()
-            fine.assign(
-                name, value if self.tied else value.repeat_interleave(k, 0)
-            )
+        fine = kind(
+            **options,
+            engine=self.engine,
+            backprop=self.backprop,
+            # All that it draws is overwritten: spare the global generator.
+            generator=torch.Generator(),
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        stacks = {name: self.weight(name) for name in self.stacked}
         if self.learn_step:
-            log_h = self.log_h.detach() - math.log(k)
-            fine.assign(
-                "log_h", log_h if self.tied else log_h.repeat_interleave(k, 0)
-            )
+            stacks["log_h"] = self.log_h - math.log(k)
+        for name, value in stacks.items():
+            if not self.tied:
+                value = value.repeat_interleave(k, 0)
+            fine.assign(name, value.detach())
         return fine
 
     def _refined_config(self, k: int) -> dict[str, Any]:
@@ -688,12 +668,10 @@ class Network(nn.Module):
     def _step_text(self) -> str:
         if self.learn_step:
             return "h learned"
-        h = (
-            "one a layer"
-            if isinstance(self.step, tuple)
-            else f"{self.step:.4g}"
-        )
-        return f"h = {h}, T = {self.T:.4g}"
+        text = "one a layer"
+        if isinstance(self.step, float):
+            text = f"{self.step:.4g}"
+        return f"h = {text}, T = {self.T:.4g}"
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.parameters())
@@ -755,10 +733,10 @@ class Layers:
     def __repr__(self) -> str:
         if self.index is None:
             return f"Layers({list(self.numbers)} of {self.net!r})"
-        parts = [
-            f"{name} {tuple(getattr(self, name).shape)}"
-            for name in self.net.names_by_layer()
-        ]
+        parts = []
+        for name in self.net.names_by_layer():
+            shape = tuple(getattr(self, name).shape)
+            parts.append(f"{name} {shape}")
         if hasattr(self.net, "h"):
             parts.append(f"h = {float(self.h):.4g}")
         return f"Layer({self.index} of {self.net.layers}: {', '.join(parts)})"
@@ -771,28 +749,22 @@ def spectral_norm(K: Tensor) -> Tensor:
 
 
 def _sliced(forces: tuple[Force, ...], layers: slice) -> tuple[Force, ...]:
-    pieces = [
-        [None if t is None else t[layers] for t in force] for force in forces
-    ]
-    return tuple(Force(*piece) for piece in pieces)  # pyright: ignore[reportArgumentType]
+    pieces = []
+    for K, b, V in forces:
+        V = None if V is None else V[layers]
+        pieces.append(Force(K[layers], b[layers], V))
+    return tuple(pieces)
 
 
 @torch.enable_grad()
 def _differentiated(net: Network, y: Tensor, j: int) -> Tensor:
     """dy_{j+1}/dy_j by a backward pass for each entry of y_{j+1}; samples must not mix."""
-    start = y.detach().requires_grad_()
-    end = net.layer(start, j)
-    columns = []
-    for entry in end.unbind(-1):
-        (grad,) = torch.autograd.grad(
-            entry.sum(),
-            start,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        columns.append(grad)
-    return torch.stack(columns, -1)
+
+    def total(y: Tensor) -> Tensor:
+        return net.layer(y, j).sum(0)
+
+    jacobian: Any = torch.autograd.functional.jacobian(total, y)
+    return jacobian.permute(1, 2, 0)
 
 
 def new_tensor(dtype: torch.dtype | None, device: Any) -> Tensor:
