@@ -146,10 +146,8 @@ def _in_threads(run: Callable[[int, int], Any], samples: int) -> list[Any]:
     """The results of a function of the first and the last sample, for each chunk of samples."""
     if samples < CHUNKS:
         return [run(0, samples)]
-    from hdnn.engine.cpu import pool  # needs numba, as the kernel does
-
     bounds = np.linspace(0, samples, CHUNKS + 1).astype(int).tolist()
-    return list(pool().map(run, bounds[:-1], bounds[1:]))
+    return list(_pool().map(run, bounds[:-1], bounds[1:]))
 
 
 @cache
