@@ -63,29 +63,20 @@ def swiss_roll(points: int = 8000, **options: Any) -> PlanarData:
 def double_moons(points: int = 8000, **options: Any) -> PlanarData:
     """Half circles that interlock, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2."""
 
-    def upper(shift: float) -> Curve:
-        return lambda s: (
-            shift + torch.cos(math.pi * s),
-            torch.sin(math.pi * s),
-        )
-
-    def lower(shift: float) -> Curve:
-        return lambda s: (
-            shift + 1 - torch.cos(math.pi * s),
-            0.5 - torch.sin(math.pi * s),
-        )
-
-    arcs = [(upper(0.0), 0), (lower(0.0), 1), (upper(2.0), 0), (lower(2.0), 1)]
+    arcs = []
+    for shift in (0.0, 2.0):
+        arcs.append((_moon(shift, 1.0), 0))
+        arcs.append((_moon(shift, -1.0), 1))
     domain = ((-2.0, 5.0), (-1.0, 2.0))
     return _make("double_moons", arcs, 0.15, domain, points, **options)
 
 
 def double_circles(points: int = 8000, **options: Any) -> PlanarData:
     """Rings of radius 1, 2, 3, 4 in the classes 0, 1, 0, 1, each run through twice."""
-    arcs = [
-        (_ring(radius, 0.0), int(radius - 1) % 2)
-        for radius in (1.0, 2.0, 3.0, 4.0)
-    ]
+    arcs = []
+    for radius in range(1, 5):
+        label = (radius - 1) % 2
+        arcs.append((_ring(radius, 0.0), label))
     domain = ((-5.0, 5.0), (-5.0, 5.0))
     return _make("double_circles", arcs, 0.3, domain, points, **options)
 
@@ -98,6 +89,18 @@ SETS = {
 def load(name: str, points: int = 8000, **options: Any) -> PlanarData:
     """A set by its name: "swiss_roll", "double_moons" or "double_circles"."""
     return SETS[choose("data set", name, SETS)](points, **options)
+
+
+def _moon(shift: float, sign: float) -> Curve:
+    """The upper half circle of two (sign 1), or the lower one (sign -1)."""
+    x = shift + 0.5 - 0.5 * sign
+    y = 0.25 - 0.25 * sign
+
+    def curve(s: Tensor) -> tuple[Tensor, Tensor]:
+        theta = math.pi * s
+        return x + sign * torch.cos(theta), y + sign * torch.sin(theta)
+
+    return curve
 
 
 def _ring(radius: float, growth: float) -> Curve:
@@ -145,10 +148,6 @@ def _make(
     device = torch.get_default_device() if device is None else device
     x = x[order].to(device=device, dtype=dtype or torch.get_default_dtype())
     t = torch.cat(ts)[order].to(device)
-    halves = (
-        x[::2].contiguous(),
-        t[::2].contiguous(),
-        x[1::2].contiguous(),
-        t[1::2].contiguous(),
-    )
-    return PlanarData(name, *halves, domain)
+    train = (x[::2].contiguous(), t[::2].contiguous())
+    test = (x[1::2].contiguous(), t[1::2].contiguous())
+    return PlanarData(name, *train, *test, domain)
