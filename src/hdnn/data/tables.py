@@ -475,9 +475,8 @@ def _days(series: Series, form: str) -> np.ndarray:
         series = series.dt.to_timestamp()
     if not pd.api.types.is_datetime64_any_dtype(series):
         series = _dates(_stripped(series), form or "ISO8601")
-    if series.dt.tz is not None:
-        series = series.dt.tz_convert("UTC").dt.tz_localize(None)
-    days = (series - pd.Timestamp(0)) / pd.Timedelta(days=1)
+    times = pd.to_datetime(series, utc=True)
+    days = (times - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1)
     return days.to_numpy(np.float64)
 
 
