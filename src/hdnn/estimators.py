@@ -241,8 +241,10 @@ class _Estimator(
             return Choice(decay=self.weight_decay)
         if len(rows.x) > SEARCHED:
             random = np.random.default_rng(self._seed)
-            rows = rows.take(random.permutation(len(rows.x))[:SEARCHED])
-        count = sum(len(rows.x) < limit for limit in FEW) + 1
+            order = random.permutation(len(rows.x))
+            rows = rows.take(order[:SEARCHED])
+        size = len(rows.x)
+        count = 1 + sum(size < limit for limit in FEW)
         try:
             folds = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
         except DataError:  # too few rows
@@ -269,11 +271,14 @@ class _Estimator(
             scores = self._predicted(train, held.x, choice)
             for k, scale in enumerate(SCALES):
                 shrunk = constant.lerp(scores, scale)
-                losses[k] += _loss(shrunk, held) / len(folds)
+                loss = _loss(shrunk, held)
+                losses[k] += loss / len(folds)
         best = int(losses.argmin())
-        choice = choice._replace(loss=losses[best], scale=SCALES[best])
+        loss = losses[best]
+        scale = SCALES[best]
+        choice = choice._replace(loss=loss, scale=scale)
         self._say(
-            f"{choice.name}, scores times {choice.scale:.2f}: held-out loss {choice.loss:.4f}"
+            f"{choice.name}, scores times {scale:.2f}: held-out loss {loss:.4f}"
         )
         return choice
 
@@ -309,8 +314,11 @@ class _Estimator(
         W = _linear(rows, penalty).weight
         if len(W) > INPUTS:
             W = W[:0]
-        spread = (rows.x @ W.T).std(0).clamp_min(1e-6)
-        most = min(INPUTS - len(W) // 2, max(8, count // 4), count)
+        scores = rows.x @ W.T
+        spread = scores.std(0).clamp_min(1e-6)
+        room = INPUTS - len(W) // 2
+        enough = max(8, count // 4)
+        most = min(room, enough, count)
         pca: Any = PCA(most, random_state=self._seed)
         pca.fit(rows.x.numpy(force=True))
         values = pca.singular_values_
@@ -361,7 +369,8 @@ class _Estimator(
         if choice.scale < 1:
             constant = _linear(rows, HUGE).bias
             head.weight.data *= choice.scale
-            head.bias.data = constant.lerp(head.bias.data, choice.scale)
+            bias = head.bias.data
+            head.bias.data = constant.lerp(bias, choice.scale)
         return history
 
     @torch.no_grad()
@@ -377,7 +386,8 @@ class _Estimator(
         head.weight.zero_()
         head.weight[:, augment.positions] = linear.weight
         head.bias.copy_(linear.bias)
-        loss = _loss(linear(rows.x), rows)
+        scores = linear(rows.x)
+        loss = _loss(scores, rows)
         return training.History([loss], [np.nan], [0.0], [0.0], [0.0])
 
     def _recipe(self, model: Model, rows: Rows, decay: float) -> dict[str, Any]:
@@ -385,9 +395,11 @@ class _Estimator(
         count = len(rows.x)
         head: Any = model.head
         narrow = min(1.0, WIDE / head.features)
-        batches = max(1, min(8, count // 64), count // 512)
-        batches = max(batches, count * head.outputs // SCORES)
-        steps = narrow * min(STEPS, max(60, 2 * count))
+        few = min(8, count // 64)
+        many = max(count // 512, count * head.outputs // SCORES)
+        batches = max(1, few, many)
+        steps = max(60, 2 * count)
+        steps = narrow * min(STEPS, steps)
         recipe: dict[str, Any] = {
             "epochs": max(LEAST, round(steps / batches)),
             "batch": -(-count // batches),  # all of equal size
@@ -434,8 +446,9 @@ class _Estimator(
         self.model_.double()
         self.n_iter_ += len(self.history_.loss)
         self.loss_curve_ = self.history_.loss
-        step = -(-len(rows.x) // CERTIFIED)
-        self._sample = rows.x[::step].cpu().double()
+        step = 1 + (len(rows.x) - 1) // CERTIFIED
+        sample = rows.x[::step]
+        self._sample = sample.cpu().double()
         return self
 
     def _more(
@@ -469,7 +482,8 @@ class _Estimator(
     def _run(self, method: str, X: Any) -> np.ndarray:
         """The outputs of a method of the model for a table X."""
         check_is_fitted(self)
-        inputs = self._inputs(self._frame(X, reset=False)).double()
+        frame = self._frame(X, reset=False)
+        inputs = self._inputs(frame).double()
         function = getattr(self.model_, method)
         chunks = [function(x) for x in inputs.split(CHUNK)]
         return torch.cat(chunks).numpy(force=True)
@@ -494,7 +508,8 @@ class _Estimator(
                 ensure_min_samples=1 + reset,
             )
             X = pd.DataFrame(X).infer_objects()
-        frame = X.set_axis([str(name) for name in X.columns], axis=1)
+        names = [str(name) for name in X.columns]
+        frame = X.set_axis(names, axis=1)
         if not frame.columns.is_unique:
             raise DataError("X has two columns of the same name; rename them.")
         return frame
@@ -613,8 +628,10 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
 
     def _check_target(self, y: Any) -> np.ndarray:
         y = column_or_1d(y, warn=True)
-        is_number = y.dtype.kind in "fc"
-        if pd.isna(y).any() or (is_number and not np.isfinite(y).all()):
+        is_wrong = pd.isna(y)
+        if y.dtype.kind in "fc":
+            is_wrong = ~np.isfinite(y)
+        if is_wrong.any():
             raise DataError(
                 "y has missing or infinite values (NaN, inf); remove these rows or fill them in."
             )
@@ -694,7 +711,8 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
             raise DataError(
                 f"y must be numbers, but {error}; use HDNNClassifier for classes."
             ) from error
-        if y.ndim not in (1, 2) or not np.isfinite(y).all():
+        is_finite = np.isfinite(y).all()
+        if not is_finite or y.ndim not in (1, 2):
             raise DataError(
                 "y must be finite numbers (samples,) or (samples, values); it has missing values, "
                 "NaN or infinity, or another shape."
@@ -711,7 +729,8 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
         return values.shape[1]
 
     def _encode_target(self, y: np.ndarray) -> tuple[np.ndarray, None]:
-        t = self._scaler.transform(y.reshape(len(y), -1))
+        values = y.reshape(len(y), -1)
+        t = self._scaler.transform(values)
         return t.astype(np.float32), None
 
 
@@ -729,8 +748,9 @@ def _losses(scores: Tensor, t: Tensor) -> Tensor:
 def _loss(scores: Tensor, rows: Rows) -> float:
     """The mean loss of rows by their weights."""
     losses = _losses(scores, rows.t)
-    if rows.weight is not None:
-        losses *= rows.weight / rows.weight.mean()
+    weight = rows.weight
+    if weight is not None:
+        losses *= weight / weight.mean()
     return float(losses.mean())
 
 
@@ -741,16 +761,20 @@ def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
     if weight is not None:
         weight = weight.double().numpy(force=True)
     total = penalty * len(x)
+    t = rows.t.numpy(force=True)
     model: Any = LogisticRegression(C=1 / total, max_iter=200)
     if rows.t.is_floating_point():
         model = Ridge(total)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of steps that were not enough
-        model.fit(x, rows.t.numpy(force=True), weight)
+        # Of steps that were not enough.
+        warnings.simplefilter("ignore")
+        model.fit(x, t, weight)
     W = np.atleast_2d(model.coef_)
-    layer = torch.nn.Linear(*W.shape[::-1]).requires_grad_(False)
+    bias = np.ravel(model.intercept_)
+    outputs, inputs = W.shape
+    layer = torch.nn.Linear(inputs, outputs).requires_grad_(False)
     layer.weight.copy_(torch.as_tensor(W))
-    layer.bias.copy_(torch.as_tensor(np.ravel(model.intercept_)))
+    layer.bias.copy_(torch.as_tensor(bias))
     return layer.to(rows.x)
 
 
@@ -764,7 +788,8 @@ def _merged(rows: Rows, weight: np.ndarray | None) -> Rows:
     total = _unless_equal(np.bincount(number, weight))
     if total is None:
         return rows
-    mean_one = torch.as_tensor(total / total.mean())
+    total = total / total.mean()
+    mean_one = torch.as_tensor(total)
     return rows._replace(weight=mean_one.to(rows.x))
 
 
@@ -777,8 +802,11 @@ def _row_numbers(*columns: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
     Numbers follow from the values alone, so that the order of the rows does not matter.
     """
-    parts = [part.reshape(len(part), -1).numpy(force=True) for part in columns]
-    frame = pd.concat([pd.DataFrame(part) for part in parts], axis=1)
+    frames = []
+    for values in columns:
+        flat = values.reshape(len(values), -1)
+        frames.append(pd.DataFrame(flat.numpy(force=True)))
+    frame = pd.concat(frames, axis=1)
     keys = hash_pandas_object(frame, index=False)  # pyright: ignore[reportCallIssue]
     _, first, number = np.unique(
         keys.to_numpy(), return_index=True, return_inverse=True
@@ -791,7 +819,8 @@ def _seed(random_state: Any) -> int:
     random = check_random_state(random_state)
     if isinstance(random_state, Integral):
         return int(random_state)
-    return int(random.randint(np.iinfo(np.int32).max))
+    largest = np.iinfo(np.int32).max
+    return int(random.randint(largest))
 
 
 def _names(categorical: Any, frame: pd.DataFrame) -> Sequence[str]:
@@ -803,7 +832,7 @@ def _names(categorical: Any, frame: pd.DataFrame) -> Sequence[str]:
         chosen = np.asarray(categorical)
         if chosen.dtype.kind in "biu":
             return names[chosen].tolist()
-        return [str(name) for name in chosen.tolist()]
+        return list(map(str, chosen.tolist()))
     except (IndexError, TypeError) as error:
         raise OptionError(
             f"categorical must be names, positions or a mask of {len(names)} columns, but got "

@@ -114,7 +114,8 @@ class ImageData:
         for pixels, mean, std in zip(
             images.unbind(-3), self.mean, self.std, strict=True
         ):
-            channels.append((pixels.to(wide) - 255 * mean) / (255 * std))
+            centred = pixels.to(wide) - 255 * mean
+            channels.append(centred / (255 * std))
         return torch.stack(channels, -3).to(dtype)
 
     def holdout(self, count: int, seed: int = 0) -> Self:
@@ -187,13 +188,16 @@ def augment(
         torch.Size([10, 3, 32, 32])
     """
     count, channels, height, width = images.shape
-    i = torch.arange(height, device=images.device) + shifts[:, :1]
+    i = torch.arange(height, device=images.device)
     j = torch.arange(width, device=images.device)
-    j = torch.where(flips[:, None], width - 1 - j, j) + shifts[:, 1:]
-    source = i[:, :, None] * (width + 2 * pad) + j[:, None, :]
+    mirrored = torch.where(flips[:, None], width - 1 - j, j)
+    rows = i + shifts[:, :1]
+    columns = mirrored + shifts[:, 1:]
+    padded = F.pad(images, (pad, pad, pad, pad))
+    source = rows[:, :, None] * padded.shape[3] + columns[:, None, :]
     source = source.view(count, 1, -1).expand(-1, channels, -1)
-    padded = F.pad(images, (pad, pad, pad, pad)).flatten(2)
-    return padded.gather(2, source).view(images.shape)
+    cropped = padded.flatten(2).gather(2, source)
+    return cropped.view(images.shape)
 
 
 # MNIST
@@ -241,7 +245,9 @@ def load_mnist(folder: str | os.PathLike[str] | None = None) -> ImageData:
                 f"{path} cannot be read ({error}); download it again."
             ) from error
         _check(path, content, sha256)
-        values = np.frombuffer(content, np.uint8)[-math.prod(shape) :]
+        # The values follow a header.
+        count = math.prod(shape)
+        values = np.frombuffer(content, np.uint8)[-count:]
         tensors.append(torch.from_numpy(values.reshape(shape).copy()))
     images, t, images_test, t_test = tensors
     digits = tuple(map(str, range(10)))
@@ -353,7 +359,8 @@ def _from_binary(path: Path) -> ImageData:
         records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
         pixels = records[:, 1:].reshape(-1, 3, 32, 32)
         images.append(torch.from_numpy(pixels.copy()))
-        labels.append(torch.from_numpy(records[:, 0].astype(np.int64)))
+        t = records[:, 0].astype(np.int64)
+        labels.append(torch.from_numpy(t))
     train = torch.cat(images[:-1]), torch.cat(labels[:-1])
     return ImageData(
         "CIFAR-10", *train, images[-1], labels[-1], CLASSES, MEAN, STD
@@ -414,4 +421,5 @@ def _decoded(
 
 def _pixels(pillow: Any, content: bytes) -> np.ndarray:
     with pillow.open(io.BytesIO(content), formats=("JPEG", "PNG")) as image:
-        return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+        pixels = np.asarray(image.convert("RGB"))
+        return pixels.transpose(2, 0, 1)

@@ -55,7 +55,9 @@ class PlanarData:
 
 def swiss_roll(points: int = 8000, **options: Any) -> PlanarData:
     """Two spirals r(theta) of two turns: theta/4pi (class 1), 0.2 + theta/4pi (class 0)."""
-    arcs = [(_ring(0.0, 1.0), 1), (_ring(0.2, 1.0), 0)]
+    outer = _ring(0.2, 1.0)
+    inner = _ring(0.0, 1.0)
+    arcs = [(inner, 1), (outer, 0)]
     domain = ((-1.2, 1.2), (-1.2, 1.2))
     return _make("swiss_roll", arcs, 0.0, domain, points, **options)
 
@@ -98,7 +100,9 @@ def _moon(shift: float, sign: float) -> Curve:
 
     def curve(s: Tensor) -> tuple[Tensor, Tensor]:
         theta = math.pi * s
-        return x + sign * torch.cos(theta), y + sign * torch.sin(theta)
+        x1 = x + sign * torch.cos(theta)
+        x2 = y + sign * torch.sin(theta)
+        return x1, x2
 
     return curve
 
@@ -109,7 +113,9 @@ def _ring(radius: float, growth: float) -> Curve:
     def curve(s: Tensor) -> tuple[Tensor, Tensor]:
         r = radius + growth * s
         theta = 4 * math.pi * s
-        return r * torch.cos(theta), r * torch.sin(theta)
+        x1 = r * torch.cos(theta)
+        x2 = r * torch.sin(theta)
+        return x1, x2
 
     return curve
 
@@ -135,7 +141,8 @@ def _make(
     ts = []
     for index, (curve, label) in enumerate(arcs):
         k = smaller + (index < remainder)
-        s = torch.arange(k, dtype=torch.float64, device="cpu") / k
+        steps = torch.arange(k, dtype=torch.float64, device="cpu")
+        s = steps / k
         xs.append(torch.stack(curve(s), -1))
         ts.append(torch.full((k,), label, device="cpu"))
     x = torch.cat(xs)
@@ -143,11 +150,20 @@ def _make(
     generator = torch.Generator().manual_seed(seed)
     draw = {"generator": generator, "device": "cpu"}
     if noise:
-        x += noise * (2 * torch.rand(x.shape, dtype=torch.float64, **draw) - 1)
+        uniform = torch.rand(x.shape, dtype=torch.float64, **draw)
+        x += noise * (2 * uniform - 1)
     order = torch.randperm(points, **draw)
     device = torch.get_default_device() if device is None else device
-    x = x[order].to(device=device, dtype=dtype or torch.get_default_dtype())
+    dtype = dtype or torch.get_default_dtype()
+    x = x[order].to(device=device, dtype=dtype)
     t = torch.cat(ts)[order].to(device)
-    train = (x[::2].contiguous(), t[::2].contiguous())
-    test = (x[1::2].contiguous(), t[1::2].contiguous())
-    return PlanarData(name, *train, *test, domain)
+    x_train, x_test = _alternate(x)
+    t_train, t_test = _alternate(t)
+    return PlanarData(name, x_train, t_train, x_test, t_test, domain)
+
+
+def _alternate(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of even and of odd number."""
+    even = rows[::2].contiguous()
+    odd = rows[1::2].contiguous()
+    return even, odd

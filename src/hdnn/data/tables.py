@@ -97,8 +97,10 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
 def _read_csv(path: Path) -> pd.DataFrame:
     with path.open("rb") as file:
         raw = file.read(SAMPLE)
-    encoding = _encoding(raw[: raw.rfind(b"\n") + 1 or None])
-    lines = raw.decode(encoding, "ignore").splitlines()
+    end = raw.rfind(b"\n") + 1
+    encoding = _encoding(raw[: end or None])
+    text = raw.decode(encoding, "ignore")
+    lines = text.splitlines()
     lines = [line for line in lines if line.strip()][:100]
     if not lines:
         raise DataError(f"{path} is empty.")
@@ -149,7 +151,8 @@ def _delimiter(lines: Sequence[str]) -> str:
     """The delimiter that divides the most lines alike, and into the most cells."""
 
     def score(delimiter: str) -> tuple[int, int]:
-        lengths = [len(row) for row in csv.reader(lines, delimiter=delimiter)]
+        rows = csv.reader(lines, delimiter=delimiter)
+        lengths = [len(row) for row in rows]
         width = lengths[0]
         return lengths.count(width) if width > 1 else 0, width
 
@@ -310,7 +313,8 @@ class Encoder:
         column["center"] = center
         column["scale"] = 1.0 if constant else scale
         column["share"] = _mean(np.isnan(numbers), weight)
-        if not constant and np.abs(filled - center).max() > HEAVY * scale:
+        farthest = np.abs(filled - center).max()
+        if not constant and farthest > HEAVY * scale:
             column["ranks"] = _ranks(filled)
         self.columns.append(column)
 
@@ -340,7 +344,8 @@ class Encoder:
         Values unlike those learned from are handled and named in a `TableWarning`: a new category
         is none of the known ones, a new gap is the median.
         """
-        inputs = np.empty((len(frame), len(self.sources)), dtype)
+        width = len(self.sources)
+        inputs = np.empty((len(frame), width), dtype)
         position = 0
         for column in self.columns:
             series = _column(frame, column["name"])
@@ -420,7 +425,9 @@ def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray:
         values = series.to_numpy(np.float64, na_value=np.nan)
     else:
         values = _plain_numbers(series, column["form"])
-    wrong = (np.isnan(values) & series.notna().to_numpy()) | np.isinf(values)
+    present = series.notna().to_numpy()
+    wrong = np.isnan(values) & present
+    wrong |= np.isinf(values)
     if wrong.any():
         row = int(wrong.argmax())
         raise DataError(
@@ -454,7 +461,8 @@ def _is_plain(series: Series) -> bool:
 
 
 def _stripped(series: Series) -> Series:
-    return series.astype("str").str.strip().where(series.notna())
+    texts = series.astype("str").str.strip()
+    return texts.where(series.notna())
 
 
 def _plain_numbers(series: Series, form: str) -> np.ndarray:
@@ -476,7 +484,8 @@ def _days(series: Series, form: str) -> np.ndarray:
     if not pd.api.types.is_datetime64_any_dtype(series):
         series = _dates(_stripped(series), form or "ISO8601")
     times = pd.to_datetime(series, utc=True)
-    days = (times - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1)
+    origin = pd.Timestamp(0, tz="UTC")
+    days = (times - origin) / pd.Timedelta(days=1)
     return days.to_numpy(np.float64)
 
 
@@ -510,8 +519,10 @@ def _counts(numbers: np.ndarray) -> bool:
 def _ranks(numbers: np.ndarray) -> list[list[float]]:
     """Quantiles of a column, and the normal score of each."""
     shares = (np.arange(RANKS) + 0.5) / RANKS
-    scores = np.array([NormalDist().inv_cdf(share) for share in shares])
-    quantiles = np.quantile(numbers, np.linspace(0, 1, RANKS))
+    normal = NormalDist()
+    scores = np.array([normal.inv_cdf(share) for share in shares])
+    steps = np.linspace(0, 1, RANKS)
+    quantiles = np.quantile(numbers, steps)
     values, position = np.unique(quantiles, return_inverse=True)
     means = np.bincount(position, scores) / np.bincount(position)
     return [values.tolist(), means.tolist()]
@@ -552,7 +563,8 @@ def _encode_categories(
     gaps = series.isna().to_numpy()
     unknown = (codes < 0) & ~(gaps & column["gaps"])
     if unknown.any():
-        value = str(series.iloc[int(unknown.argmax())])[:40]
+        row = int(unknown.argmax())
+        value = str(series.iloc[row])[:40]
         _warn(
             column,
             f"{unknown.sum()} rows have a value that was not learned, such as {value!r}",
@@ -560,7 +572,8 @@ def _encode_categories(
     for code, share in enumerate(column["shares"]):
         yield ((codes == code) - share) / HALF
     if column["gaps"]:
-        yield (gaps - max(0.0, 1 - sum(column["shares"]))) / HALF
+        share = max(0.0, 1 - sum(column["shares"]))
+        yield (gaps - share) / HALF
 
 
 def _warn(column: Mapping[str, Any], message: str) -> None:
@@ -603,14 +616,16 @@ class Target:
                 raise DataError(
                     f"the target {name!r} is the same in every row."
                 )
-            return cls(name, task, center=float(values.mean()), scale=scale)
+            center = float(values.mean())
+            return cls(name, task, center=center, scale=scale)
         texts = _texts(series)
         classes = _sorted(texts.unique())
         if len(classes) < 2:
             raise DataError(
                 f"the target {name!r} has one class only, {classes[0]!r}; two are needed."
             )
-        if len(classes) > min(MANY, max(FEW, len(texts) // 2)):
+        most = max(FEW, len(texts) // 2)
+        if len(classes) > min(MANY, most):
             raise DataError(
                 f"the target {name!r} has {len(classes)} different values in {len(texts)} rows, "
                 f"such as {classes[0]!r}, too many for classes; is it the right column?"
@@ -622,10 +637,12 @@ class Target:
         series = _column(frame, self.name)
         _check_target(self.name, series)
         if self.task == "regression":
-            return (_values(self.name, series) - self.center) / self.scale
+            values = _values(self.name, series)
+            return (values - self.center) / self.scale
         labels = pd.Index(self.classes).get_indexer(_texts(series))
         if (labels < 0).any():
-            value = series.iloc[int((labels < 0).argmax())]
+            row = int((labels < 0).argmax())
+            value = series.iloc[row]
             raise DataError(
                 f"the target {self.name!r} has the value {value!r}, which is none of the classes "
                 f"{', '.join(self.classes[:8])}."
@@ -644,7 +661,8 @@ class Target:
 
 
 def _values(name: str, series: Series) -> np.ndarray:
-    column = {"name": name, "kind": "number", "form": _form("number", series)}
+    form = _form("number", series)
+    column = {"name": name, "kind": "number", "form": form}
     return np.asarray(_numbers(column, series))
 
 
@@ -663,8 +681,11 @@ def _guess_task(name: str, series: Series) -> str:
         return "classification"
     values = _numbers(column, series)
     whole = np.array_equal(values, np.round(values))
-    few = len(np.unique(values)) <= min(FEW, max(2, len(values) // 2))
-    return "classification" if whole and few else "regression"
+    different = len(np.unique(values))
+    half = max(2, len(values) // 2)
+    if whole and different <= min(FEW, half):
+        return "classification"
+    return "regression"
 
 
 def _sorted(texts: Iterable[str]) -> list[str]:
@@ -683,15 +704,18 @@ def hold_out(
     """Row numbers to train on and to hold out; of each class alike, one row at least stays."""
     random = np.random.default_rng(seed)
     labels = t if classes else np.zeros(len(t))
-    groups = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     train = []
     held = []
-    for group in groups:
+    for label in np.unique(labels):
+        group = np.flatnonzero(labels == label)
         shuffled = random.permutation(group)
-        count = min(round(fraction * len(group)), len(group) - 1)
+        size = len(group)
+        count = min(round(fraction * size), size - 1)
         held.append(shuffled[:count])
         train.append(shuffled[count:])
-    return np.sort(np.concatenate(train)), np.sort(np.concatenate(held))
+    rows = np.concatenate(train)
+    apart = np.concatenate(held)
+    return np.sort(rows), np.sort(apart)
 
 
 def class_weights(
