@@ -324,7 +324,8 @@ class _Estimator(
         values = pca.singular_values_
         sizes = np.sqrt(values * values.mean() / count)
         present = sizes > 0
-        components = pca.components_[present] / sizes[present, None]
+        components = pca.components_[present]
+        components = components / sizes[present, None]
         components = torch.as_tensor(components.T).to(rows.x)
         return torch.cat([W.T / spread, components], 1)
 
@@ -337,11 +338,11 @@ class _Estimator(
         features = self.features or roomy_width(inputs)
         augment = Augment(inputs, features).to(self.device)
         kind = BY_NAME[choose("network", self.network, BY_NAME)]
-        own = {"activation": self.activation}
-        if self.network == "mlp":
-            net = kind(features, self.layers, **own, **options)
-        else:
-            net = kind(features, self.layers, T=self.T, **own, **options)
+        own: dict[str, Any] = {"activation": self.activation}
+        if self.network != "mlp":
+            own["T"] = self.T
+        net = kind(features, self.layers, **own, **options)
+        if self.network != "mlp":
             for name, parameter in net.named_parameters():
                 if name.startswith("K"):
                     parameter.data *= GAIN
@@ -497,16 +498,14 @@ class _Estimator(
         if isinstance(X, pd.DataFrame):
             validate_data(self, X, reset=reset, skip_check_array=True)  # pyright: ignore[reportArgumentType]
         else:
+            options: dict[str, Any] = {"dtype": object}
+            options["ensure_all_finite"] = False
             is_sparse = hasattr(X, "toarray")
-            numeric = is_sparse or np.asarray(X).dtype.kind in "biufc"
-            X = validate_data(
-                self,
-                X,
-                reset=reset,
-                dtype=np.float64 if numeric else object,
-                ensure_all_finite="allow-nan" if numeric else False,
-                ensure_min_samples=1 + reset,
-            )
+            if is_sparse or np.asarray(X).dtype.kind in "biufc":
+                options["dtype"] = np.float64
+                options["ensure_all_finite"] = "allow-nan"
+            options["ensure_min_samples"] = 1 + reset
+            X = validate_data(self, X, reset=reset, **options)
             X = pd.DataFrame(X).infer_objects()
         names = [str(name) for name in X.columns]
         frame = X.set_axis(names, axis=1)

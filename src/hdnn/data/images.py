@@ -90,7 +90,8 @@ class ImageData:
                 )
 
     def __repr__(self) -> str:
-        shape = " x ".join(map(str, self.images_train.shape[1:]))
+        sizes = self.images_train.shape[1:]
+        shape = " x ".join(map(str, sizes))
         counts = f"{len(self.t_train)} train, {len(self.t_test)} test"
         return f"ImageData({self.name}, {counts}, {shape}, {self.images_train.device})"
 
@@ -361,7 +362,8 @@ def _from_binary(path: Path) -> ImageData:
         images.append(torch.from_numpy(pixels.copy()))
         t = records[:, 0].astype(np.int64)
         labels.append(torch.from_numpy(t))
-    train = torch.cat(images[:-1]), torch.cat(labels[:-1])
+    t_train = torch.cat(labels[:-1])
+    train = (torch.cat(images[:-1]), t_train)
     return ImageData(
         "CIFAR-10", *train, images[-1], labels[-1], CLASSES, MEAN, STD
     )

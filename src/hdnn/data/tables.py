@@ -222,7 +222,8 @@ class Encoder:
         for name in frame.columns:
             series: Series = frame[name]
             if missing == "refuse" and series.isna().any():
-                row = int(series.isna().to_numpy().argmax()) + 1
+                gaps = series.isna().to_numpy()
+                row = int(gaps.argmax()) + 1
                 raise DataError(
                     f"column {name!r}, row {row}: the value is missing."
                 )
@@ -385,7 +386,8 @@ def _column(frame: pd.DataFrame, name: str) -> Series:
 def _described(name: str, series: Series) -> dict[str, Any]:
     """The name of a column, its kind, and the form of its numbers or dates."""
     kind = _kind(name, series)
-    return {"name": name, "kind": kind, "form": _form(kind, series)}
+    form = _form(kind, series)
+    return {"name": name, "kind": kind, "form": form}
 
 
 def _kind(name: str, series: Series) -> str:
@@ -559,7 +561,8 @@ def _encode_numbers(
 def _encode_categories(
     column: Mapping[str, Any], series: Series
 ) -> Iterable[np.ndarray]:
-    codes = pd.Index(column["values"]).get_indexer(_texts(series))
+    values = pd.Index(column["values"])
+    codes = values.get_indexer(_texts(series))
     gaps = series.isna().to_numpy()
     unknown = (codes < 0) & ~(gaps & column["gaps"])
     if unknown.any():
@@ -729,7 +732,8 @@ def class_weights(
     if isinstance(weight, str):
         choose("class_weight", weight, ("balanced",))
         counts = np.bincount(labels, minlength=len(classes))
-        factors = len(labels) / (len(classes) * np.maximum(counts, 1))
+        present = np.maximum(counts, 1)
+        factors = len(labels) / (len(classes) * present)
     else:
         for name in weight:
             if name not in classes:
