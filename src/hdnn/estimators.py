@@ -700,7 +700,8 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
 
     def predict(self, X: Any) -> np.ndarray:
         """The values for each row of X, in the shape of the y that was learned from."""
-        values = self._scaler.inverse_transform(self._run("predict", X))
+        outputs = self._run("predict", X)
+        values = self._scaler.inverse_transform(outputs)
         return values[:, 0] if self._flat else values
 
     def _check_target(self, y: Any) -> np.ndarray:
