@@ -45,6 +45,7 @@ from sklearn.base import (  # noqa: E402
 )
 from sklearn.decomposition import PCA  # noqa: E402
 from sklearn.linear_model import LogisticRegression, Ridge  # noqa: E402
+from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils import check_random_state  # noqa: E402
 from sklearn.utils.multiclass import check_classification_targets  # noqa: E402
 from sklearn.utils.validation import (  # noqa: E402
@@ -61,12 +62,10 @@ PENALTIES = (1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)  # of linear models
 HUGE = 1e9  # so large a penalty that a linear model is a constant
 DECAYS = (2e-2, 5e-3, 7e-4)  # of networks, from strong to weak
 SCALES = np.linspace(0, 1, 21).tolist()
-WORTH = (
-    0.99  # a more flexible model must lower the held-out loss by this factor
-)
-WORSE = (
-    1.05  # where it raises it so much, even more flexible ones are not tried
-)
+# A more flexible model must lower the held-out loss by this factor,
+WORTH = 0.99
+# and where it raises the loss by this one, even more flexible ones are not tried.
+WORSE = 1.05
 HELD_OUT = 0.2
 FEW = (300, 600)  # rows, below which they are held out in more ways
 SEARCHED = 10_000  # rows, at most, that the choice looks at
@@ -81,6 +80,7 @@ GAIN = 1.5  # of the initial weights: smaller ones wait long at the identity
 FAINT = 1e-3  # of the initial weights, for a linear model
 CHUNK = 2**16  # rows that run through the network at once
 CERTIFIED = 100  # training rows that a certificate looks at
+CURVED = ("mlp", "ms1", "ms2")  # not linear, however small their weights are
 
 
 class Rows(NamedTuple):
@@ -90,10 +90,12 @@ class Rows(NamedTuple):
     t: Tensor
     weight: Tensor | None
 
-    def take(self, index: np.ndarray) -> Rows:
-        rows = torch.as_tensor(index, device=self.x.device)
-        weight = None if self.weight is None else self.weight[rows]
-        return Rows(self.x[rows], self.t[rows], weight)
+    def take(self, index: Any) -> Rows:
+        index = torch.as_tensor(index, device=self.x.device)
+        weight = self.weight
+        if weight is not None:
+            weight = weight[index]
+        return Rows(self.x[index], self.t[index], weight)
 
 
 class Choice(NamedTuple):
@@ -145,35 +147,6 @@ class _Estimator(
     verbose: bool = False
 
     regression: ClassVar[bool] = False
-
-    # Targets
-
-    def _check_target(self, y: Any) -> np.ndarray:
-        """y as an array of labels or numbers."""
-        raise NotImplementedError
-
-    def _learn_target(self, y: np.ndarray, weight: Any, classes: Any) -> None:
-        """Learn the classes, or mean and deviation of the values."""
-        raise NotImplementedError
-
-    def _encode_target(
-        self, y: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """What the network learns, and a factor of each row's weight."""
-        raise NotImplementedError
-
-    def _head(self, features: int, **options: Any) -> Any:
-        """A new output layer."""
-        raise NotImplementedError
-
-    def _linear(self, rows: Rows, penalty: float) -> Any:
-        """The linear model with the lowest loss, as a layer."""
-        raise NotImplementedError
-
-    def _losses(self, scores: Tensor, t: Tensor) -> Tensor:
-        """The loss of each row."""
-        raise NotImplementedError
-
     # Learning
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -205,59 +178,59 @@ class _Estimator(
         self, X: Any, y: Any, sample_weight: Any = None
     ) -> tuple[Rows, Choice]:
         """Learn columns and targets, choose by held-out rows, and make a new model."""
-        rows = self._begin(X, y, sample_weight)
+        rows = self._read(X, y, sample_weight)
         choice = self._choose(rows)
         return self._model_for(rows, choice), choice
 
-    def _begin(
-        self, X: Any, y: Any, sample_weight: Any, classes: Any = None
+    def _read(
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any,
+        classes: Any = None,
+        reset: bool = True,
     ) -> Rows:
-        """Learn columns and targets."""
-        frame, y = self._check(X, y, reset=True)
-        y, frame, weight = self._weighted(y, frame, sample_weight)
+        """Rows to learn from; `reset` learns columns and targets first."""
+        frame = self._frame(X, reset)
+        if y is None:
+            raise DataError(
+                "fit requires y to be passed, but the target y is None."
+            )
+        own: Any = self  # classifier and regressor differ in their targets
+        y = own._check_target(y)
+        check_consistent_length(frame, y)
+        weight = None
+        if sample_weight is not None:
+            weight = _check_sample_weight(
+                sample_weight, frame, dtype=np.float64
+            )
+            if weight.min() < 0 or not weight.any():
+                raise DataError(
+                    "sample_weight must be >= 0, and not 0 for all samples."
+                )
+            present = np.flatnonzero(weight)
+            frame = frame.iloc[present]
+            y = y[present]
+            weight = _unless_equal(weight[present])
+        if reset:
+            self._learn_columns(frame, weight)
+            known = y if classes is None else classes
+            self._outputs = own._learn_target(known, weight)
+            self._seed = _seed(self.random_state)
+            self.n_iter_ = 0
+        t, factor = own._encode_target(y)
+        if factor is not None:
+            weight = factor if weight is None else weight * factor
+        x = self._inputs(frame)
+        t = torch.as_tensor(t, device=self.device)
+        return _merged(Rows(x, t, None), weight)
+
+    def _learn_columns(self, frame: pd.DataFrame, weight: Any) -> None:
         categorical = _names(self.categorical, frame)
         self.encoder_ = Encoder.fit(
             frame, categorical=categorical, missing=self.missing, weight=weight
         )
         self._say(*self.encoder_.notes)
-        self._learn_target(y, weight, classes)
-        self._seed = _seed(self.random_state)
-        self.n_iter_ = 0
-        return self._rows(frame, y, weight)
-
-    def _weighted(self, y: Any, frame: pd.DataFrame, sample_weight: Any) -> Any:
-        """Targets, inputs and weights of all rows whose weight is not 0."""
-        if sample_weight is None:
-            return y, frame, None
-        weight = _check_sample_weight(sample_weight, frame, dtype=np.float64)
-        if not (
-            np.isfinite(weight).all() and weight.min() >= 0 and weight.any()
-        ):
-            raise DataError(
-                "sample_weight must be finite and >= 0, and not 0 for all samples."
-            )
-        rows = np.flatnonzero(weight)
-        weight = None if np.ptp(weight[rows]) == 0 else weight[rows]
-        return y[rows], frame.iloc[rows], weight
-
-    def _rows(
-        self, frame: pd.DataFrame, y: np.ndarray, weight: np.ndarray | None
-    ) -> Rows:
-        """All different rows, in an order of their own; weights have the mean 1."""
-        t, factor = self._encode_target(y)
-        if factor is not None:
-            weight = factor if weight is None else weight * factor
-        rows = Rows(self._inputs(frame), torch.as_tensor(t), None)
-        rows = rows._replace(t=rows.t.to(self.device))
-        # A row that is repeated is one row with the sum of the weights.
-        number, first = _row_numbers(rows.x, rows.t)
-        total = np.bincount(number, weight)
-        rows = rows.take(first)
-        if np.ptp(total) == 0:
-            return rows
-        return rows._replace(
-            weight=torch.as_tensor(total / total.mean()).to(rows.x)
-        )
 
     # The choice
 
@@ -268,19 +241,19 @@ class _Estimator(
             return Choice(decay=self.weight_decay)
         if len(rows.x) > SEARCHED:
             random = np.random.default_rng(self._seed)
-            rows = rows.take(random.permutation(len(rows.x))[:SEARCHED])
-        count = sum(len(rows.x) < limit for limit in FEW) + 1
+            order = random.permutation(len(rows.x))
+            rows = rows.take(order[:SEARCHED])
+        size = len(rows.x)
+        count = 1 + sum(size < limit for limit in FEW)
         try:
             folds = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
         except DataError:  # too few rows
             return Choice(decay=self.weight_decay or DECAYS[0])
-        best = min(
-            self._judged(folds, Choice(penalty=penalty))
-            for penalty in PENALTIES
-        )
+        linear = [Choice(penalty=penalty) for penalty in PENALTIES]
+        best = min(self._judged(folds, choice) for choice in linear)
         if self.weight_decay is not None:
-            return Choice(best.loss, best.penalty, self.weight_decay)
-        if self.epochs is not None or not self._can_be_linear():
+            return best._replace(decay=self.weight_decay, scale=1.0)
+        if self.epochs is not None or self.network in CURVED:
             best = best._replace(loss=np.inf)
         for decay in DECAYS:
             choice = self._judged(folds, best._replace(decay=decay))
@@ -294,96 +267,98 @@ class _Estimator(
         """A choice with its held-out loss, at the scale where it is lowest."""
         losses = np.zeros(len(SCALES))
         for train, held in folds:
-            constant = self._linear(train, HUGE).bias
+            constant = _linear(train, HUGE).bias
             scores = self._predicted(train, held.x, choice)
             for k, scale in enumerate(SCALES):
-                each = self._losses(constant.lerp(scores, scale), held.t)
-                losses[k] += _mean(each, held.weight) / len(folds)
+                shrunk = constant.lerp(scores, scale)
+                loss = _loss(shrunk, held)
+                losses[k] += loss / len(folds)
         best = int(losses.argmin())
-        choice = choice._replace(loss=losses[best], scale=SCALES[best])
+        loss = losses[best]
+        scale = SCALES[best]
+        choice = choice._replace(loss=loss, scale=scale)
         self._say(
-            f"{choice.name}, scores times {choice.scale:.2f}: held-out loss {choice.loss:.4f}"
+            f"{choice.name}, scores times {scale:.2f}: held-out loss {loss:.4f}"
         )
         return choice
 
     def _predicted(self, train: Rows, x: Tensor, choice: Choice) -> Tensor:
         """The scores at x of a model that is trained by a choice."""
         if choice.decay is None:
-            return self._linear(train, choice.penalty)(x)
-        if x.shape[1] > INPUTS:
-            D = self._directions(train, choice.penalty)
-            train = train._replace(x=train.x @ D)
-            x = x @ D
-        model = self._new_model(x.shape[1])
+            return _linear(train, choice.penalty)(x)
+        D = self._directions(train, choice.penalty)
+        train = train._replace(x=train.x @ D)
+        model = self._new_model(D.shape[1])
         self._train(model, train, choice._replace(scale=1.0))
         with torch.no_grad():
-            return model(x)
+            return model(x @ D)
 
     # The model
 
     def _model_for(self, rows: Rows, choice: Choice) -> Rows:
         """Make a new model; the rows as it takes them."""
-        if rows.x.shape[1] > INPUTS:
-            D = self._directions(rows, choice.penalty)
+        D = self._directions(rows, choice.penalty)
+        if len(D) > INPUTS:
             self.encoder_.directions = D.T.tolist()
-            rows = rows._replace(x=rows.x @ D)
-        self.model_ = self._new_model(rows.x.shape[1])
-        return rows
+        self.model_ = self._new_model(D.shape[1])
+        return rows._replace(x=rows.x @ D)
 
     def _directions(self, rows: Rows, penalty: float) -> Tensor:
-        """The directions (inputs, fewer) in which a table of many columns is seen.
+        """The directions (inputs, fewer) in which a table is seen: of few columns, all.
 
-        These are the scores of the linear model, and principal components.
+        Of many columns these are the scores of the linear model, and principal components.
         """
-        x = rows.x.numpy(force=True)
-        W = self._linear(rows, penalty).weight.detach()
+        count, inputs = rows.x.shape
+        if inputs <= INPUTS:
+            return torch.eye(inputs).to(rows.x)
+        W = _linear(rows, penalty).weight
         if len(W) > INPUTS:
             W = W[:0]
-        count = min(INPUTS - len(W) // 2, max(8, len(x) // 4), *x.shape)
-        pca = PCA(count, random_state=self._seed).fit(x)
-        sizes = np.sqrt(pca.singular_values_ * pca.singular_values_.mean())
-        keep = sizes > 0
-        components: Any = pca.components_
-        components = components[keep] / sizes[keep, None]
-        D = torch.as_tensor(components.T * len(x) ** 0.5).to(rows.x)
-        spread = (rows.x @ W.T).std(0).clamp_min(1e-6)
-        return torch.cat([W.T / spread, D], 1)
+        scores = rows.x @ W.T
+        spread = scores.std(0).clamp_min(1e-6)
+        room = INPUTS - len(W) // 2
+        enough = max(8, count // 4)
+        most = min(room, enough, count)
+        pca: Any = PCA(most, random_state=self._seed)
+        pca.fit(rows.x.numpy(force=True))
+        values = pca.singular_values_
+        sizes = np.sqrt(values * values.mean() / count)
+        present = sizes > 0
+        components = pca.components_[present]
+        components = components / sizes[present, None]
+        components = torch.as_tensor(components.T).to(rows.x)
+        return torch.cat([W.T / spread, components], 1)
 
     def _new_model(self, inputs: int) -> Model:
-        generator = torch.Generator().manual_seed(self._seed)
-        factory = {
-            "generator": generator,
+        options: dict[str, Any] = {
+            "generator": torch.Generator().manual_seed(self._seed),
             "dtype": torch.float32,
             "device": self.device,
         }
         features = self.features or roomy_width(inputs)
-        options = {"activation": self.activation, **factory}
-        kind = choose("network", self.network, BY_NAME)
-        if kind != "mlp":
-            options["T"] = self.T
-        net = BY_NAME[kind](features, self.layers, **options)
-        if kind != "mlp":
-            with torch.no_grad():
-                for name, parameter in net.named_parameters():
-                    if name.startswith("K"):
-                        parameter.mul_(GAIN)
-        head = self._head(net.features, **factory)
-        return Model(Augment(inputs, features).to(self.device), net, head)
-
-    def _can_be_linear(self) -> bool:
-        """True if the network without weights gives its inputs, so that a model can be linear."""
-        net = self._new_model(2).net
-        x = torch.ones(1, net.features, device=self.device)
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter.zero_()
-            return torch.equal(net(x), x)
+        augment = Augment(inputs, features).to(self.device)
+        kind = BY_NAME[choose("network", self.network, BY_NAME)]
+        own: dict[str, Any] = {"activation": self.activation}
+        if self.network != "mlp":
+            own["T"] = self.T
+        net = kind(features, self.layers, **own, **options)
+        if self.network != "mlp":
+            for name, parameter in net.named_parameters():
+                if name.startswith("K"):
+                    parameter.data *= GAIN
+        if self.regression:
+            head = RegressionHead(features, self._outputs, **options)
+        elif self._outputs == 1:
+            head = SigmoidHead(features, **options)
+        else:
+            head = SoftmaxHead(features, self._outputs, **options)
+        return Model(augment, net, head)
 
     def _train(
         self, model: Model, rows: Rows, choice: Choice, **options: Any
     ) -> training.History:
         """Train a model by a choice of the held-out rows."""
-        head: Any = model.head
+        head = model.head
         if choice.decay is None:
             history = self._solve(model, rows, choice.penalty)
         else:
@@ -393,10 +368,10 @@ class _Estimator(
                 model, x, rows.t, weight=rows.weight, **recipe
             )
         if choice.scale < 1:
-            constant = self._linear(rows, HUGE).bias
-            with torch.no_grad():
-                head.weight *= choice.scale
-                head.bias.copy_(constant.lerp(head.bias, choice.scale))
+            constant = _linear(rows, HUGE).bias
+            head.weight.data *= choice.scale
+            bias = head.bias.data
+            head.bias.data = constant.lerp(bias, choice.scale)
         return history
 
     @torch.no_grad()
@@ -406,13 +381,14 @@ class _Estimator(
         """Make a model linear, with weights so small that it can still learn more."""
         for parameter in model.net.parameters():
             parameter *= FAINT
-        linear = self._linear(rows, penalty)
-        head: Any = model.head
+        linear = _linear(rows, penalty)
+        head = model.head
         augment: Any = model.augment
         head.weight.zero_()
         head.weight[:, augment.positions] = linear.weight
         head.bias.copy_(linear.bias)
-        loss = _mean(self._losses(linear(rows.x), rows.t), rows.weight)
+        scores = linear(rows.x)
+        loss = _loss(scores, rows)
         return training.History([loss], [np.nan], [0.0], [0.0], [0.0])
 
     def _recipe(self, model: Model, rows: Rows, decay: float) -> dict[str, Any]:
@@ -420,9 +396,11 @@ class _Estimator(
         count = len(rows.x)
         head: Any = model.head
         narrow = min(1.0, WIDE / head.features)
-        batches = max(1, min(8, count // 64), count // 512)
-        batches = max(batches, count * head.outputs // SCORES)
-        steps = narrow * min(STEPS, max(60, 2 * count))
+        few = min(8, count // 64)
+        many = max(count // 512, count * head.outputs // SCORES)
+        batches = max(1, few, many)
+        steps = max(60, 2 * count)
+        steps = narrow * min(STEPS, steps)
         recipe: dict[str, Any] = {
             "epochs": max(LEAST, round(steps / batches)),
             "batch": -(-count // batches),  # all of equal size
@@ -437,8 +415,9 @@ class _Estimator(
             "progress": bool(self.verbose),
         }
         for name in ("epochs", "batch", "learning_rate", "ridge"):
-            if getattr(self, name) is not None:
-                recipe[name] = getattr(self, name)
+            value = getattr(self, name)
+            if value is not None:
+                recipe[name] = value
         return recipe
 
     def _hold_out(
@@ -457,35 +436,30 @@ class _Estimator(
             labels, fraction, self._seed + fold, classes=not self.regression
         )
         is_held = np.isin(number, apart)
-        train = np.flatnonzero(~is_held)
-        held = np.flatnonzero(is_held)
-        if not len(held):
+        if not is_held.any():
             raise DataError(
                 f"{len(labels)} samples are too few to hold out {fraction:g} of them; give more, "
                 "or hold out a larger fraction."
             )
-        return rows.take(train), rows.take(held)
+        return rows.take(~is_held), rows.take(is_held)
 
     def _finish(self, rows: Rows) -> Self:
         self.model_.double()
         self.n_iter_ += len(self.history_.loss)
         self.loss_curve_ = self.history_.loss
-        sample = rows.x[:: -(-len(rows.x) // CERTIFIED)]
+        step = 1 + (len(rows.x) - 1) // CERTIFIED
+        sample = rows.x[::step]
         self._sample = sample.cpu().double()
-        self._certificate = None
         return self
 
     def _more(
         self, X: Any, y: Any, sample_weight: Any, classes: Any = None
     ) -> Self:
         """One epoch on these samples, from where the model is."""
-        if not self.__sklearn_is_fitted__():
-            rows = self._begin(X, y, sample_weight, classes)
+        is_new = not self.__sklearn_is_fitted__()
+        rows = self._read(X, y, sample_weight, classes, is_new)
+        if is_new:
             rows = self._model_for(rows, Choice())
-        else:
-            frame, y = self._check(X, y, reset=False)
-            y, frame, weight = self._weighted(y, frame, sample_weight)
-            rows = self._rows(frame, y, weight)
         choice = Choice(decay=self.weight_decay or 0.0)
         options = {"epochs": 1, "schedule": "constant", "warmup": 0.0}
         self.history_ = self._train(self.model_, rows, choice, **options)
@@ -497,11 +471,9 @@ class _Estimator(
     def certificate_(self) -> analysis.Certificate:
         """What is promised of the gradients, and seen at some of the training samples."""
         check_is_fitted(self)
-        if self._certificate is None:
-            self._certificate = analysis.certify(
-                self.model_, self._sample, points="training points"
-            )
-        return self._certificate
+        return analysis.certify(
+            self.model_, self._sample, points="training points"
+        )
 
     def transform(self, X: Any) -> np.ndarray:
         """The features that the output layer sees, for a table X: (samples, features)."""
@@ -511,51 +483,35 @@ class _Estimator(
     def _run(self, method: str, X: Any) -> np.ndarray:
         """The outputs of a method of the model for a table X."""
         check_is_fitted(self)
-        frame, _ = self._check(X, reset=False, learning=False)
+        frame = self._frame(X, reset=False)
+        inputs = self._inputs(frame).double()
         function = getattr(self.model_, method)
-        chunks = [
-            function(x.double()).numpy(force=True)
-            for x in self._inputs(frame).split(CHUNK)
-        ]
-        return np.concatenate(chunks)
+        chunks = [function(x) for x in inputs.split(CHUNK)]
+        return torch.cat(chunks).numpy(force=True)
 
     def _inputs(self, frame: pd.DataFrame) -> Tensor:
         inputs = self.encoder_.transform(frame, "float32")
         return torch.as_tensor(inputs, device=self.device)
 
-    def _check(
-        self, X: Any, y: Any = None, *, reset: bool, learning: bool = True
-    ) -> tuple[pd.DataFrame, Any]:
-        """X as a data frame with names of text, and y as an array."""
-        if hasattr(X, "to_pandas"):
-            X = X.to_pandas()
+    def _frame(self, X: Any, reset: bool) -> pd.DataFrame:
+        """X as a data frame with names of text."""
         if isinstance(X, pd.DataFrame):
             validate_data(self, X, reset=reset, skip_check_array=True)  # pyright: ignore[reportArgumentType]
-            frame = X
         else:
-            numeric = (
-                hasattr(X, "toarray") or np.asarray(X).dtype.kind in "biufc"
-            )
-            X = validate_data(
-                self,
-                X,
-                reset=reset,
-                dtype=np.float64 if numeric else object,
-                ensure_all_finite="allow-nan" if numeric else False,
-                ensure_min_samples=2 if learning else 1,
-            )
-            frame = pd.DataFrame(X).infer_objects()
-        frame = frame.set_axis([str(name) for name in frame.columns], axis=1)
+            options: dict[str, Any] = {"dtype": object}
+            options["ensure_all_finite"] = False
+            is_sparse = hasattr(X, "toarray")
+            if is_sparse or np.asarray(X).dtype.kind in "biufc":
+                options["dtype"] = np.float64
+                options["ensure_all_finite"] = "allow-nan"
+            options["ensure_min_samples"] = 1 + reset
+            X = validate_data(self, X, reset=reset, **options)
+            X = pd.DataFrame(X).infer_objects()
+        names = [str(name) for name in X.columns]
+        frame = X.set_axis(names, axis=1)
         if not frame.columns.is_unique:
             raise DataError("X has two columns of the same name; rename them.")
-        if learning:
-            if y is None:
-                raise DataError(
-                    "fit requires y to be passed, but the target y is None."
-                )
-            y = self._check_target(y)
-            check_consistent_length(frame, y)
-        return frame, y
+        return frame
 
     def _say(self, *lines: str) -> None:
         if self.verbose:
@@ -567,9 +523,8 @@ class _Estimator(
         return self.model_.net.features
 
     def __sklearn_is_fitted__(self) -> bool:
-        return (
-            getattr(self, "n_iter_", 0) > 0
-        )  # not after a training that failed
+        # Not after a training that failed.
+        return getattr(self, "n_iter_", 0) > 0
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -672,26 +627,23 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
 
     def _check_target(self, y: Any) -> np.ndarray:
         y = column_or_1d(y, warn=True)
-        if pd.isna(y).any():
+        is_wrong = pd.isna(y)
+        if y.dtype.kind in "fc":
+            is_wrong = ~np.isfinite(y)
+        if is_wrong.any():
             raise DataError(
-                "y has missing values (NaN); remove these rows or fill them in."
+                "y has missing or infinite values (NaN, inf); remove these rows or fill them in."
             )
-        if y.dtype.kind in "fc" and not np.isfinite(y).all():
-            raise DataError(
-                "y has infinite values (inf); labels must be finite."
-            )
-        if (
-            y.dtype.kind == "O"
-            and len({isinstance(label, str) for label in y}) > 1
-        ):
+        is_text = {isinstance(label, str) for label in y}
+        if len(is_text) > 1:
             raise DataError(
                 "y has labels of text and others; make all of them text."
             )
         check_classification_targets(y)
         return y
 
-    def _learn_target(self, y: np.ndarray, weight: Any, classes: Any) -> None:
-        self.classes_ = np.unique(y if classes is None else classes)
+    def _learn_target(self, y: Any, weight: Any) -> int:
+        self.classes_ = np.unique(y)
         count = len(self.classes_)
         if count < 2:
             raise DataError(
@@ -703,6 +655,7 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
                 f"y has {count} classes, such as {self.classes_.tolist()[0]!r}, but at most {MANY} "
                 "can be told apart; merge rare classes, or learn values."
             )
+        return 1 if count == 2 else count
 
     def _encode_target(
         self, y: np.ndarray
@@ -713,28 +666,8 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
                 f"y has the labels {unknown}, which are not among the classes."
             )
         labels = np.searchsorted(self.classes_, y)
-        return labels, class_weights(
-            self.class_weight, labels, self.classes_.tolist()
-        )
-
-    def _linear(self, rows: Rows, penalty: float) -> Any:
-        model = LogisticRegression(C=1 / (penalty * len(rows.x)), max_iter=200)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of steps that were not enough
-            return _as_layer(model.fit(*_arrays(rows)), rows)
-
-    def _losses(self, scores: Tensor, t: Tensor) -> Tensor:
-        if len(self.classes_) > 2:
-            return F.cross_entropy(scores, t, reduction="none")
-        return F.binary_cross_entropy_with_logits(
-            scores[:, 0], t.to(scores), reduction="none"
-        )
-
-    def _head(self, features: int, **options: Any) -> Any:
-        count = len(self.classes_)
-        if count == 2:
-            return SigmoidHead(features, **options)
-        return SoftmaxHead(features, count, **options)
+        names = self.classes_.tolist()
+        return labels, class_weights(self.class_weight, labels, names)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -767,7 +700,8 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
 
     def predict(self, X: Any) -> np.ndarray:
         """The values for each row of X, in the shape of the y that was learned from."""
-        values = self._run("predict", X) * self._scale + self._center
+        outputs = self._run("predict", X)
+        values = self._scaler.inverse_transform(outputs)
         return values[:, 0] if self._flat else values
 
     def _check_target(self, y: Any) -> np.ndarray:
@@ -777,50 +711,90 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
             raise DataError(
                 f"y must be numbers, but {error}; use HDNNClassifier for classes."
             ) from error
-        if y.ndim not in (1, 2) or not np.isfinite(y).all():
+        is_finite = np.isfinite(y).all()
+        if not is_finite or y.ndim not in (1, 2):
             raise DataError(
                 "y must be finite numbers (samples,) or (samples, values); it has missing values, "
                 "NaN or infinity, or another shape."
             )
         return y
 
-    def _learn_target(self, y: np.ndarray, weight: Any, classes: Any) -> None:
+    def _learn_target(self, y: np.ndarray, weight: Any) -> int:
         self._flat = y.ndim == 1
         values = y.reshape(len(y), -1)
-        self._center = np.average(values, axis=0, weights=weight)
-        with np.errstate(over="ignore"):
-            variance = np.average(
-                np.square(values - self._center), axis=0, weights=weight
-            )
-        if not np.isfinite(variance).all():
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._scaler: Any = StandardScaler().fit(values, None, weight)
+        if not np.isfinite(self._scaler.scale_).all():
             raise DataError("the numbers in y are too large; rescale them.")
-        self._scale = np.where(variance > 0, np.sqrt(variance), 1.0)
+        return values.shape[1]
 
     def _encode_target(self, y: np.ndarray) -> tuple[np.ndarray, None]:
         values = y.reshape(len(y), -1)
-        if values.shape[1] != len(self._center):
-            raise DataError(
-                f"y has {values.shape[1]} values a sample, but {len(self._center)} before."
-            )
-        t = (values - self._center) / self._scale
+        t = self._scaler.transform(values)
         return t.astype(np.float32), None
 
-    def _linear(self, rows: Rows, penalty: float) -> Any:
-        model = Ridge(alpha=penalty * len(rows.x))
-        return _as_layer(model.fit(*_arrays(rows)), rows)
 
-    def _losses(self, scores: Tensor, t: Tensor) -> Tensor:
+def _losses(scores: Tensor, t: Tensor) -> Tensor:
+    """The loss of each row: targets are values, or labels of classes."""
+    if t.is_floating_point():
         return (scores - t).square().mean(1)
+    if scores.shape[1] > 1:
+        return F.cross_entropy(scores, t, reduction="none")
+    return F.binary_cross_entropy_with_logits(
+        scores[:, 0], t.to(scores), reduction="none"
+    )
 
-    def _head(self, features: int, **options: Any) -> Any:
-        return RegressionHead(features, len(self._center), **options)
+
+def _loss(scores: Tensor, rows: Rows) -> float:
+    """The mean loss of rows by their weights."""
+    losses = _losses(scores, rows.t)
+    weight = rows.weight
+    if weight is not None:
+        losses *= weight / weight.mean()
+    return float(losses.mean())
 
 
-def _arrays(rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    weight = None
-    if rows.weight is not None:
-        weight = rows.weight.double().numpy(force=True)
-    return rows.x.double().numpy(force=True), rows.t.numpy(force=True), weight
+def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
+    """The linear model with the lowest loss, as a layer."""
+    x = rows.x.double().numpy(force=True)
+    weight = rows.weight
+    if weight is not None:
+        weight = weight.double().numpy(force=True)
+    total = penalty * len(x)
+    t = rows.t.numpy(force=True)
+    model: Any = LogisticRegression(C=1 / total, max_iter=200)
+    if rows.t.is_floating_point():
+        model = Ridge(total)
+    with warnings.catch_warnings():
+        # Of steps that were not enough.
+        warnings.simplefilter("ignore")
+        model.fit(x, t, weight)
+    W = np.atleast_2d(model.coef_)
+    bias = np.ravel(model.intercept_)
+    outputs, inputs = W.shape
+    layer = torch.nn.Linear(inputs, outputs).requires_grad_(False)
+    layer.weight.copy_(torch.as_tensor(W))
+    layer.bias.copy_(torch.as_tensor(bias))
+    return layer.to(rows.x)
+
+
+def _merged(rows: Rows, weight: np.ndarray | None) -> Rows:
+    """All different rows, in an order of their own; weights have the mean 1.
+
+    A row that is repeated is one row with the sum of the weights.
+    """
+    number, first = _row_numbers(rows.x, rows.t)
+    rows = rows.take(first)
+    total = _unless_equal(np.bincount(number, weight))
+    if total is None:
+        return rows
+    total = total / total.mean()
+    mean_one = torch.as_tensor(total)
+    return rows._replace(weight=mean_one.to(rows.x))
+
+
+def _unless_equal(weight: np.ndarray) -> np.ndarray | None:
+    return weight if np.ptp(weight) > 0 else None
 
 
 def _row_numbers(*columns: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -828,8 +802,11 @@ def _row_numbers(*columns: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
     Numbers follow from the values alone, so that the order of the rows does not matter.
     """
-    parts = [part.reshape(len(part), -1).numpy(force=True) for part in columns]
-    frame = pd.concat([pd.DataFrame(part) for part in parts], axis=1)
+    frames = []
+    for values in columns:
+        flat = values.reshape(len(values), -1)
+        frames.append(pd.DataFrame(flat.numpy(force=True)))
+    frame = pd.concat(frames, axis=1)
     keys = hash_pandas_object(frame, index=False)  # pyright: ignore[reportCallIssue]
     _, first, number = np.unique(
         keys.to_numpy(), return_index=True, return_inverse=True
@@ -837,29 +814,13 @@ def _row_numbers(*columns: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return number, first
 
 
-def _as_layer(fitted: Any, rows: Rows) -> torch.nn.Linear:
-    """A fitted linear model of scikit-learn as a layer of PyTorch."""
-    weight = np.atleast_2d(fitted.coef_)
-    layer = torch.nn.Linear(*weight.shape[::-1]).requires_grad_(False)
-    layer.weight.copy_(torch.as_tensor(weight))
-    layer.bias.copy_(torch.as_tensor(np.ravel(fitted.intercept_)))
-    return layer.to(rows.x)
-
-
-def _mean(losses: Tensor, weight: Tensor | None) -> float:
-    if weight is not None:
-        losses = losses * (weight / weight.mean())
-    return float(losses.mean())
-
-
 def _seed(random_state: Any) -> int:
     """A whole number is the seed itself; else it is drawn."""
-    if isinstance(random_state, Integral) and not isinstance(
-        random_state, bool
-    ):
-        check_random_state(int(random_state))
+    random = check_random_state(random_state)
+    if isinstance(random_state, Integral):
         return int(random_state)
-    return int(check_random_state(random_state).randint(np.iinfo(np.int32).max))
+    largest = np.iinfo(np.int32).max
+    return int(random.randint(largest))
 
 
 def _names(categorical: Any, frame: pd.DataFrame) -> Sequence[str]:
@@ -871,7 +832,7 @@ def _names(categorical: Any, frame: pd.DataFrame) -> Sequence[str]:
         chosen = np.asarray(categorical)
         if chosen.dtype.kind in "biu":
             return names[chosen].tolist()
-        return [str(name) for name in chosen.tolist()]
+        return list(map(str, chosen.tolist()))
     except (IndexError, TypeError) as error:
         raise OptionError(
             f"categorical must be names, positions or a mask of {len(names)} columns, but got "

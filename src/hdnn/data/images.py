@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import lzma
+import math
 import os
 import tarfile
 import zlib
@@ -22,6 +23,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hdnn.data.fetch import data_folder
 from hdnn.errors import CheckpointError, DataError, require
@@ -69,29 +71,27 @@ class ImageData:
     remark: str = ""
 
     def __post_init__(self) -> None:
-        for images, t in (
+        count = len(self.classes)
+        sets = (
             (self.images_train, self.t_train),
             (self.images_test, self.t_test),
-        ):
-            if (
-                images.dtype != torch.uint8
-                or images.ndim != 4
-                or t.shape != images.shape[:1]
-            ):
+        )
+        for images, t in sets:
+            is_image = images.dtype == torch.uint8 and images.ndim == 4
+            if not is_image or t.shape != images.shape[:1]:
                 raise DataError(
                     f"{self.name}: images must be torch.uint8 of shape (B, C, H, W) with labels "
                     f"(B,), but are {images.dtype} of {tuple(images.shape)} and {tuple(t.shape)}."
                 )
-            if len(t) and not (
-                int(t.min()) >= 0 and int(t.max()) < len(self.classes)
-            ):
+            if ((t < 0) | (t >= count)).any():
                 raise DataError(
-                    f"{self.name}: labels must be 0 to {len(self.classes) - 1}, but reach from "
-                    f"{int(t.min())} to {int(t.max())}."
+                    f"{self.name}: labels must be 0 to {count - 1}, but reach from {t.min()} to "
+                    f"{t.max()}."
                 )
 
     def __repr__(self) -> str:
-        shape = " x ".join(map(str, self.images_train.shape[1:]))
+        sizes = self.images_train.shape[1:]
+        shape = " x ".join(map(str, sizes))
         counts = f"{len(self.t_train)} train, {len(self.t_test)} test"
         return f"ImageData({self.name}, {counts}, {shape}, {self.images_train.device})"
 
@@ -115,7 +115,8 @@ class ImageData:
         for pixels, mean, std in zip(
             images.unbind(-3), self.mean, self.std, strict=True
         ):
-            channels.append((pixels.to(wide) - 255 * mean) / (255 * std))
+            centred = pixels.to(wide) - 255 * mean
+            channels.append(centred / (255 * std))
         return torch.stack(channels, -3).to(dtype)
 
     def holdout(self, count: int, seed: int = 0) -> Self:
@@ -129,17 +130,12 @@ class ImageData:
                 f"count must lie between 1 and {total - 1}, but is {count}."
             )
         t = self.t_train.numpy(force=True)
-        labels, sizes = np.unique(t, return_counts=True)
-        shares, remainders = np.divmod(count * sizes, total)
-        # What rounding down has left goes to the largest remainders, first classes first.
-        largest = np.argsort(-remainders, kind="stable")
-        shares[largest[: count - shares.sum()]] += 1
-        random = np.random.default_rng(seed)
+        # Every so many rows of a list that is sorted by class, and random within a class.
+        random = np.random.default_rng(seed).random(total)
+        order = np.lexsort((random, t))
+        places = (np.arange(count) + 0.5) * total / count
         chosen = np.zeros(total, dtype=bool)
-        for label, share in zip(labels, shares, strict=True):
-            chosen[random.permutation(np.flatnonzero(t == label))[:share]] = (
-                True
-            )
+        chosen[order[places.astype(int)]] = True
         rows = torch.from_numpy(chosen).to(self.t_train.device)
         return replace(
             self,
@@ -170,7 +166,7 @@ def draw(
     options: Any = {"generator": generator, "device": generator.device}
     shifts = torch.randint(0, 2 * pad + 1, (count, 2), **options)
     flips = torch.randint(0, 2, (count,), **options).bool()
-    return shifts, flips if flip else torch.zeros_like(flips)
+    return shifts, flips & flip
 
 
 def augment(
@@ -193,19 +189,16 @@ def augment(
         torch.Size([10, 3, 32, 32])
     """
     count, channels, height, width = images.shape
-    i = torch.arange(height, device=images.device) + shifts[:, :1] - pad
+    i = torch.arange(height, device=images.device)
     j = torch.arange(width, device=images.device)
-    j = torch.where(flips[:, None], width - 1 - j, j) + shifts[:, 1:] - pad
-    source = (
-        i.clamp(0, height - 1)[:, :, None] * width
-        + j.clamp(0, width - 1)[:, None, :]
-    )
+    mirrored = torch.where(flips[:, None], width - 1 - j, j)
+    rows = i + shifts[:, :1]
+    columns = mirrored + shifts[:, 1:]
+    padded = F.pad(images, (pad, pad, pad, pad))
+    source = rows[:, :, None] * padded.shape[3] + columns[:, None, :]
     source = source.view(count, 1, -1).expand(-1, channels, -1)
-    cropped = images.flatten(2).gather(2, source).view(images.shape)
-    inside = ((i >= 0) & (i < height))[:, :, None] & ((j >= 0) & (j < width))[
-        :, None, :
-    ]
-    return torch.where(inside[:, None], cropped, torch.zeros_like(cropped))
+    cropped = padded.flatten(2).gather(2, source)
+    return cropped.view(images.shape)
 
 
 # MNIST
@@ -242,26 +235,21 @@ def load_mnist(folder: str | os.PathLike[str] | None = None) -> ImageData:
     home = data_folder(folder)
     tensors = []
     for name, (shape, sha256) in MNIST.items():
-        path = _find(
-            home,
-            "mnist",
-            (f"mnist/{name}", f"mnist/{name}.gz", name, f"{name}.gz"),
-        )
+        plain = f"mnist/{name}"
+        path = _find(home, "mnist", (plain, f"{plain}.gz", name, f"{name}.gz"))
+        opened: Any = gzip.open if path.suffix == ".gz" else open
         try:
-            with (
-                gzip.open(path)
-                if path.suffix == ".gz"
-                else path.open("rb") as file
-            ):
+            with opened(path, "rb") as file:
                 content = file.read()
         except BROKEN as error:
             raise DataError(
                 f"{path} cannot be read ({error}); download it again."
             ) from error
         _check(path, content, sha256)
-        header = 16 if len(shape) > 1 else 8
-        values = np.frombuffer(content, np.uint8, offset=header).reshape(shape)
-        tensors.append(torch.from_numpy(values.copy()))
+        # The values follow a header.
+        count = math.prod(shape)
+        values = np.frombuffer(content, np.uint8)[-count:]
+        tensors.append(torch.from_numpy(values.reshape(shape).copy()))
     images, t, images_test, t_test = tensors
     digits = tuple(map(str, range(10)))
     labelled = (images, t.long(), images_test, t_test.long())
@@ -313,11 +301,9 @@ BATCHES = {  # SHA-256 of the binary files; the last is for testing
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
 BINARY = ("cifar-10-binary.tar.gz", "cifar-10-batches-bin")
-IMAGES = (
-    "cifar10-png",
-    "cifar10-jpeg",
-    "cifar10",
-)  # folders, or archives with these endings:
+# Folders, or archives with these endings:
+IMAGES = ("cifar10-png", "cifar10-jpeg", "cifar10")
+JPEG = b"\xff\xd8"  # the first bytes of such a file
 TARS = ("", ".tar", ".tar.xz", ".tar.gz")
 
 
@@ -338,11 +324,9 @@ def load_cifar10(
     images = tuple(name + ending for ending in TARS for name in IMAGES)
     path = _find(home, "cifar10", BINARY + images)
     try:
-        return (
-            _from_binary(path)
-            if path.name in BINARY
-            else _from_images(path, progress)
-        )
+        if path.name in BINARY:
+            return _from_binary(path)
+        return _from_images(path, progress)
     except BROKEN as error:
         raise DataError(
             f"{path} cannot be read ({error}); download it again."
@@ -372,14 +356,14 @@ def _from_binary(path: Path) -> ImageData:
     for name, sha256 in BATCHES.items():
         content = contents.get(name, b"")
         _check(f"{path}: {name}", content, sha256)
-        records = np.frombuffer(content, np.uint8).reshape(
-            -1, 3073
-        )  # a label, then the pixels
-        images.append(
-            torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy())
-        )
-        labels.append(torch.from_numpy(records[:, 0].astype(np.int64)))
-    train = torch.cat(images[:-1]), torch.cat(labels[:-1])
+        # A record is a label, then the pixels.
+        records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
+        pixels = records[:, 1:].reshape(-1, 3, 32, 32)
+        images.append(torch.from_numpy(pixels.copy()))
+        t = records[:, 0].astype(np.int64)
+        labels.append(torch.from_numpy(t))
+    t_train = torch.cat(labels[:-1])
+    train = (torch.cat(images[:-1]), t_train)
     return ImageData(
         "CIFAR-10", *train, images[-1], labels[-1], CLASSES, MEAN, STD
     )
@@ -401,54 +385,43 @@ def _from_images(path: Path, progress: bool) -> ImageData:
     return ImageData(**tensors, **about)
 
 
-def _image_files(path: Path) -> dict[tuple[str, str], dict[str, bytes]]:
-    """The contents of image files, by part and class, then by name."""
-    files: dict[tuple[str, str], dict[str, bytes]] = {}
-    for name, content in _members(path):
-        parts = PurePosixPath(name).parts[-3:]
-        if len(parts) == 3 and parts[0] in COUNTS and parts[1] in CLASSES:
-            files.setdefault((parts[0], parts[1]), {})[parts[2]] = content
-    return files
-
-
 def _decoded(
     path: Path, progress: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All images in the order of their names, by part and class."""
-    files = _image_files(path)
     pillow = require("PIL.Image", extra="images")
-    pixels: dict[str, list[np.ndarray]] = {part: [] for part in COUNTS}
-    formats: set[str] = set()
+    files = {}
+    for name, content in _members(path):
+        files[PurePosixPath(name).parts[-3:]] = content
     folders = [(part, label) for part in COUNTS for label in CLASSES]
-    with Progress(
-        f"decoding {path.name}", len(folders) if progress else 0
-    ) as line:
+    pixels: dict[str, list[np.ndarray]] = {part: [] for part in COUNTS}
+    is_jpeg = False
+    shown = len(folders) if progress else 0
+    with Progress(f"decoding {path.name}", shown) as line:
         for number, (part, label) in enumerate(folders, 1):
-            members = files.get((part, label), {})
-            if len(members) != COUNTS[part]:
+            names = sorted(key for key in files if key[:2] == (part, label))
+            if len(names) != COUNTS[part]:
                 raise DataError(
-                    f"{path} has {len(members)} images in {part}/{label}, but CIFAR-10 has "
+                    f"{path} has {len(names)} images in {part}/{label}, but CIFAR-10 has "
                     f"{COUNTS[part]}; get the complete set."
                 )
-            pixels[part] += [
-                _pixels(pillow, members[name], formats)
-                for name in sorted(members)
-            ]
+            for name in names:
+                is_jpeg |= files[name].startswith(JPEG)
+                pixels[part].append(_pixels(pillow, files[name]))
             line.update(number)
     tensors = {}
+    labels = torch.arange(len(CLASSES))
     for part, count in COUNTS.items():
         tensors[f"images_{part}"] = torch.from_numpy(np.stack(pixels[part]))
-        tensors[f"t_{part}"] = torch.arange(len(CLASSES)).repeat_interleave(
-            count
-        )
-    kind = "JPEG" if "JPEG" in formats else "PNG"
+        tensors[f"t_{part}"] = labels.repeat_interleave(count)
+    kind = "JPEG" if is_jpeg else "PNG"
     remark = f"decoded from {kind} images"
-    if kind == "JPEG":
+    if is_jpeg:
         remark += "; the pixels are not the original ones: report results under this name"
     return tensors, {"name": f"CIFAR-10 ({kind})", "remark": remark}
 
 
-def _pixels(pillow: Any, content: bytes, formats: set[str]) -> np.ndarray:
+def _pixels(pillow: Any, content: bytes) -> np.ndarray:
     with pillow.open(io.BytesIO(content), formats=("JPEG", "PNG")) as image:
-        formats.add(image.format)
-        return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+        pixels = np.asarray(image.convert("RGB"))
+        return pixels.transpose(2, 0, 1)

@@ -55,7 +55,9 @@ class PlanarData:
 
 def swiss_roll(points: int = 8000, **options: Any) -> PlanarData:
     """Two spirals r(theta) of two turns: theta/4pi (class 1), 0.2 + theta/4pi (class 0)."""
-    arcs = [(_ring(0.0, 1.0), 1), (_ring(0.2, 1.0), 0)]
+    outer = _ring(0.2, 1.0)
+    inner = _ring(0.0, 1.0)
+    arcs = [(inner, 1), (outer, 0)]
     domain = ((-1.2, 1.2), (-1.2, 1.2))
     return _make("swiss_roll", arcs, 0.0, domain, points, **options)
 
@@ -63,29 +65,20 @@ def swiss_roll(points: int = 8000, **options: Any) -> PlanarData:
 def double_moons(points: int = 8000, **options: Any) -> PlanarData:
     """Half circles that interlock, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2."""
 
-    def upper(shift: float) -> Curve:
-        return lambda s: (
-            shift + torch.cos(math.pi * s),
-            torch.sin(math.pi * s),
-        )
-
-    def lower(shift: float) -> Curve:
-        return lambda s: (
-            shift + 1 - torch.cos(math.pi * s),
-            0.5 - torch.sin(math.pi * s),
-        )
-
-    arcs = [(upper(0.0), 0), (lower(0.0), 1), (upper(2.0), 0), (lower(2.0), 1)]
+    arcs = []
+    for shift in (0.0, 2.0):
+        arcs.append((_moon(shift, 1.0), 0))
+        arcs.append((_moon(shift, -1.0), 1))
     domain = ((-2.0, 5.0), (-1.0, 2.0))
     return _make("double_moons", arcs, 0.15, domain, points, **options)
 
 
 def double_circles(points: int = 8000, **options: Any) -> PlanarData:
     """Rings of radius 1, 2, 3, 4 in the classes 0, 1, 0, 1, each run through twice."""
-    arcs = [
-        (_ring(radius, 0.0), int(radius - 1) % 2)
-        for radius in (1.0, 2.0, 3.0, 4.0)
-    ]
+    arcs = []
+    for radius in range(1, 5):
+        label = (radius - 1) % 2
+        arcs.append((_ring(radius, 0.0), label))
     domain = ((-5.0, 5.0), (-5.0, 5.0))
     return _make("double_circles", arcs, 0.3, domain, points, **options)
 
@@ -100,13 +93,29 @@ def load(name: str, points: int = 8000, **options: Any) -> PlanarData:
     return SETS[choose("data set", name, SETS)](points, **options)
 
 
+def _moon(shift: float, sign: float) -> Curve:
+    """The upper half circle of two (sign 1), or the lower one (sign -1)."""
+    x = shift + 0.5 - 0.5 * sign
+    y = 0.25 - 0.25 * sign
+
+    def curve(s: Tensor) -> tuple[Tensor, Tensor]:
+        theta = math.pi * s
+        x1 = x + sign * torch.cos(theta)
+        x2 = y + sign * torch.sin(theta)
+        return x1, x2
+
+    return curve
+
+
 def _ring(radius: float, growth: float) -> Curve:
     """Two turns, on which the radius grows."""
 
     def curve(s: Tensor) -> tuple[Tensor, Tensor]:
         r = radius + growth * s
         theta = 4 * math.pi * s
-        return r * torch.cos(theta), r * torch.sin(theta)
+        x1 = r * torch.cos(theta)
+        x2 = r * torch.sin(theta)
+        return x1, x2
 
     return curve
 
@@ -132,7 +141,8 @@ def _make(
     ts = []
     for index, (curve, label) in enumerate(arcs):
         k = smaller + (index < remainder)
-        s = torch.arange(k, dtype=torch.float64, device="cpu") / k
+        steps = torch.arange(k, dtype=torch.float64, device="cpu")
+        s = steps / k
         xs.append(torch.stack(curve(s), -1))
         ts.append(torch.full((k,), label, device="cpu"))
     x = torch.cat(xs)
@@ -140,15 +150,20 @@ def _make(
     generator = torch.Generator().manual_seed(seed)
     draw = {"generator": generator, "device": "cpu"}
     if noise:
-        x += noise * (2 * torch.rand(x.shape, dtype=torch.float64, **draw) - 1)
+        uniform = torch.rand(x.shape, dtype=torch.float64, **draw)
+        x += noise * (2 * uniform - 1)
     order = torch.randperm(points, **draw)
     device = torch.get_default_device() if device is None else device
-    x = x[order].to(device=device, dtype=dtype or torch.get_default_dtype())
+    dtype = dtype or torch.get_default_dtype()
+    x = x[order].to(device=device, dtype=dtype)
     t = torch.cat(ts)[order].to(device)
-    halves = (
-        x[::2].contiguous(),
-        t[::2].contiguous(),
-        x[1::2].contiguous(),
-        t[1::2].contiguous(),
-    )
-    return PlanarData(name, *halves, domain)
+    x_train, x_test = _alternate(x)
+    t_train, t_test = _alternate(t)
+    return PlanarData(name, x_train, t_train, x_test, t_test, domain)
+
+
+def _alternate(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of even and of odd number."""
+    even = rows[::2].contiguous()
+    odd = rows[1::2].contiguous()
+    return even, odd

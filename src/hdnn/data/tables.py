@@ -40,9 +40,8 @@ MOST = 255  # categories of a column
 MANY = 1000  # classes, at most
 HEAVY = 8.0  # standard deviations: a column with a value beyond this is scaled by its ranks
 RANKS = 200  # quantiles that describe such a column
-HALF = (
-    0.5  # the scale of inputs that are 0 or 1: their largest standard deviation
-)
+# The scale of inputs that are 0 or 1: their largest standard deviation.
+HALF = 0.5
 IDENTIFIER = re.compile(
     r"(.*[_ .-])?(u?u?id|index|idx|key|nr|no|row|number)|unnamed.*|", re.I
 )
@@ -98,31 +97,22 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
 def _read_csv(path: Path) -> pd.DataFrame:
     with path.open("rb") as file:
         raw = file.read(SAMPLE)
-    encoding = (
-        "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    )
-    raw = raw[: raw.rfind(b"\n") + 1 or None]  # a letter may be cut at the end
-    try:
-        sample = raw.decode(
-            encoding, "ignore" if encoding == "utf-16" else "strict"
-        )
-    except UnicodeDecodeError:
-        encoding = "latin-1"
-        sample = raw.decode(encoding)
-    lines = [line for line in sample.splitlines() if line.strip()][:100]
+    end = raw.rfind(b"\n") + 1
+    encoding = _encoding(raw[: end or None])
+    text = raw.decode(encoding, "ignore")
+    lines = text.splitlines()
+    lines = [line for line in lines if line.strip()][:100]
     if not lines:
         raise DataError(f"{path} is empty.")
+    separator = _delimiter(lines)
     options: dict[str, Any] = {
-        "sep": _delimiter(lines),
+        "sep": separator,
         "encoding": encoding,
         "skipinitialspace": True,
         "na_values": list(MISSING),
         "low_memory": False,
     }
-    cells = [*itertools.chain(*csv.reader(lines[1:], delimiter=options["sep"]))]
-    comma = any(re.fullmatch(r"\s*-?\d+,\d+\s*", cell) for cell in cells)
-    point = any(re.fullmatch(r"\s*-?\d+\.\d+\s*", cell) for cell in cells)
-    if comma and not point and options["sep"] != ",":
+    if separator != "," and _has(",", lines) and not _has(".", lines):
         options["decimal"] = ","
     frame = None
     if path.stat().st_size > LARGE:
@@ -141,11 +131,28 @@ def _read_csv(path: Path) -> pd.DataFrame:
     return frame
 
 
+def _encoding(raw: bytes) -> str:
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "utf-16"
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return "latin-1"
+    return "utf-8-sig"
+
+
+def _has(mark: str, lines: Sequence[str]) -> bool:
+    """True if some cell is a number with this decimal sign."""
+    cell = re.compile(rf"""(^|[;|\t])["\s]*-?\d+[{mark}]\d+["\s]*([;|\t]|$)""")
+    return any(cell.search(line) for line in lines[1:])
+
+
 def _delimiter(lines: Sequence[str]) -> str:
     """The delimiter that divides the most lines alike, and into the most cells."""
 
     def score(delimiter: str) -> tuple[int, int]:
-        lengths = [len(row) for row in csv.reader(lines, delimiter=delimiter)]
+        rows = csv.reader(lines, delimiter=delimiter)
+        lengths = [len(row) for row in rows]
         width = lengths[0]
         return lengths.count(width) if width > 1 else 0, width
 
@@ -215,7 +222,8 @@ class Encoder:
         for name in frame.columns:
             series: Series = frame[name]
             if missing == "refuse" and series.isna().any():
-                row = int(series.isna().to_numpy().argmax()) + 1
+                gaps = series.isna().to_numpy()
+                row = int(gaps.argmax()) + 1
                 raise DataError(
                     f"column {name!r}, row {row}: the value is missing."
                 )
@@ -234,26 +242,26 @@ class Encoder:
         weight: np.ndarray | None,
     ) -> None:
         """Add a column, or a note that says why it is left out."""
-        column: dict[str, Any] = {
-            "name": name,
-            "gaps": bool(series.isna().any()),
-        }
+        gaps = bool(series.isna().any())
+        column = {"name": name, "gaps": gaps}
         if series.isna().all():
-            self.notes.append(f"column {name!r} has no value and is left out.")
+            self._leave_out(name, "has no value")
             return
-        numbers = None
-        if not categorical and series.dtype != "category":
-            column["kind"] = _kind(name, series)
-            column["form"] = _form(column["kind"], series)
-            numbers = _numbers(column, series)
-        if numbers is None:
+        if categorical or series.dtype == "category":
+            column["kind"] = "category"
+        else:
+            column |= _described(name, series)
+        if column["kind"] == "category":
             self._learn_categories(column, series, categorical, weight)
-        elif IDENTIFIER.fullmatch(name) and _counts(numbers):
-            self.notes.append(
-                f"column {name!r} only numbers the rows and is left out."
-            )
+            return
+        numbers = _numbers(column, series)
+        if IDENTIFIER.fullmatch(name) and _counts(numbers):
+            self._leave_out(name, "only numbers the rows")
         else:
             self._learn_numbers(column, numbers, weight)
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        self.notes.append(f"column {name!r} {reason} and is left out.")
 
     def _learn_categories(
         self,
@@ -267,19 +275,18 @@ class Encoder:
         name = column["name"]
         many = len(values) > FEW and len(values) > len(texts) / 2
         if not categorical and (many or len(values) > MOST):
-            self.notes.append(
-                f"column {name!r} has {len(values)} different texts, such as {values[0][:40]!r}; "
-                "it looks like names or identifiers and is left out."
+            self._leave_out(
+                name,
+                f"has {len(values)} different texts, such as {values[0][:40]!r}; it looks like "
+                "names or identifiers",
             )
         elif len(values) == 1 and not column["gaps"]:
-            self.notes.append(
-                f"column {name!r} is the same in every row and is left out."
-            )
+            self._leave_out(name, "is the same in every row")
         else:
-            shares = [
-                _mean(texts.to_numpy() == value, weight) for value in values
-            ]
-            column |= {"kind": "category", "values": values, "shares": shares}
+            cells = texts.to_numpy()
+            shares = [_mean(cells == value, weight) for value in values]
+            column["values"] = values
+            column["shares"] = shares
             self.columns.append(column)
 
     def _learn_numbers(
@@ -301,17 +308,14 @@ class Encoder:
             )
         constant = scale <= 1e-12 * abs(center)
         if constant and not column["gaps"]:
-            self.notes.append(
-                f"column {name!r} is the same in every row and is left out."
-            )
+            self._leave_out(name, "is the same in every row")
             return
-        column |= {
-            "fill": fill,
-            "center": center,
-            "scale": 1.0 if constant else scale,
-        }
+        column["fill"] = fill
+        column["center"] = center
+        column["scale"] = 1.0 if constant else scale
         column["share"] = _mean(np.isnan(numbers), weight)
-        if not constant and np.abs(filled - center).max() > HEAVY * scale:
+        farthest = np.abs(filled - center).max()
+        if not constant and farthest > HEAVY * scale:
             column["ranks"] = _ranks(filled)
         self.columns.append(column)
 
@@ -321,9 +325,8 @@ class Encoder:
         if self.directions is not None:
             count = len(self.directions)
             return [f"direction {number + 1}" for number in range(count)]
-        return [
-            name for column in self.columns for name in _input_names(column)
-        ]
+        names = map(_input_names, self.columns)
+        return list(itertools.chain.from_iterable(names))
 
     @property
     def sources(self) -> list[str]:
@@ -342,16 +345,14 @@ class Encoder:
         Values unlike those learned from are handled and named in a `TableWarning`: a new category
         is none of the known ones, a new gap is the median.
         """
-        width = sum(len(_input_names(column)) for column in self.columns)
+        width = len(self.sources)
         inputs = np.empty((len(frame), width), dtype)
         position = 0
         for column in self.columns:
             series = _column(frame, column["name"])
-            if column["kind"] == "category":
-                block = _encode_categories(column, series)
-            else:
-                block = _encode_numbers(column, series)
-            for values in block:
+            is_category = column["kind"] == "category"
+            encode = _encode_categories if is_category else _encode_numbers
+            for values in encode(column, series):
                 inputs[:, position] = values
                 position += 1
         if self.directions is not None:
@@ -382,6 +383,13 @@ def _column(frame: pd.DataFrame, name: str) -> Series:
     raise DataError(f"the table has no column {name!r}; {hint}")
 
 
+def _described(name: str, series: Series) -> dict[str, Any]:
+    """The name of a column, its kind, and the form of its numbers or dates."""
+    kind = _kind(name, series)
+    form = _form(kind, series)
+    return {"name": name, "kind": kind, "form": form}
+
+
 def _kind(name: str, series: Series) -> str:
     """'number', 'date' or 'category', from the type of a column and the texts in it."""
     if _is_plain(series):
@@ -392,39 +400,36 @@ def _kind(name: str, series: Series) -> str:
     texts = [str(value).strip() for value in sample]
     if all(isinstance(value, bool) for value in sample):
         return "number"
-    wrong = [
-        type(value).__name__
-        for value in sample
-        if isinstance(value, (list, dict, set, tuple))
-    ]
-    if wrong:
-        raise CellTypeError(
-            f"column {name!r} holds a {wrong[0]}, but a cell of this argument must be "
-            "a string or a number; leave the column out."
-        )
-    separated = pd.Series(
-        [t for t in texts if re.search(SEPARATED, t)], dtype=str
-    )
-    if len(separated) > len(texts) / 2:
-        days = _days(separated, _form("date", separated))
-        if np.isfinite(days).sum() > len(texts) / 2:
+    for value in sample:
+        if isinstance(value, (list, dict, set, tuple)):
+            raise CellTypeError(
+                f"column {name!r} holds a {type(value).__name__}, but a cell of this argument must "
+                "be a string or a number; leave the column out."
+            )
+    most = len(texts) / 2
+    separated = [text for text in texts if re.search(SEPARATED, text)]
+    if len(separated) > most:
+        dates = pd.Series(separated, dtype=str)
+        days = _days(dates, _form("date", dates))
+        if np.isfinite(days).sum() > most:
             return "date"
-    if sum(bool(DRESSED.fullmatch(text)) for text in texts) > len(texts) / 2:
+    dressed = [text for text in texts if DRESSED.fullmatch(text)]
+    if len(dressed) > most:
         return "number"
     return "category"
 
 
-def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray | None:
-    """The numbers in a column, NaN where they are missing; None for categories."""
-    if column["kind"] == "category":
-        return None
+def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray:
+    """The numbers in a column, or its dates as days; NaN where they are missing."""
     if column["kind"] == "date":
         values = _days(series, column["form"])
     elif pd.api.types.is_numeric_dtype(series):
         values = series.to_numpy(np.float64, na_value=np.nan)
     else:
         values = _plain_numbers(series, column["form"])
-    wrong = (np.isnan(values) & series.notna().to_numpy()) | np.isinf(values)
+    present = series.notna().to_numpy()
+    wrong = np.isnan(values) & present
+    wrong |= np.isinf(values)
     if wrong.any():
         row = int(wrong.argmax())
         raise DataError(
@@ -458,7 +463,8 @@ def _is_plain(series: Series) -> bool:
 
 
 def _stripped(series: Series) -> Series:
-    return series.astype("str").str.strip().where(series.notna())
+    texts = series.astype("str").str.strip()
+    return texts.where(series.notna())
 
 
 def _plain_numbers(series: Series, form: str) -> np.ndarray:
@@ -479,9 +485,9 @@ def _days(series: Series, form: str) -> np.ndarray:
         series = series.dt.to_timestamp()
     if not pd.api.types.is_datetime64_any_dtype(series):
         series = _dates(_stripped(series), form or "ISO8601")
-    if series.dt.tz is not None:
-        series = series.dt.tz_convert("UTC").dt.tz_localize(None)
-    days = (series - pd.Timestamp(0)) / pd.Timedelta(days=1)
+    times = pd.to_datetime(series, utc=True)
+    origin = pd.Timestamp(0, tz="UTC")
+    days = (times - origin) / pd.Timedelta(days=1)
     return days.to_numpy(np.float64)
 
 
@@ -495,29 +501,30 @@ def _texts(series: Series) -> Series:
     """Categories as texts; 1 and 1.0 are one category."""
     if series.dtype == "category":
         series = series.astype(series.cat.categories.dtype)
-    if pd.api.types.is_numeric_dtype(series) and not pd.api.types.is_bool_dtype(
-        series
-    ):
+    types = pd.api.types
+    is_bool = types.is_bool_dtype(series)
+    if types.is_numeric_dtype(series) and not is_bool:
         names = {value: f"{value:.15g}" for value in series.dropna().unique()}
-        return series.map(names).astype("object")
-    return (
-        series.astype("str").str.strip().where(series.notna()).astype("object")
-    )
+        texts = series.map(names)
+    else:
+        texts = _stripped(series)
+    return texts.astype("object")
 
 
 def _counts(numbers: np.ndarray) -> bool:
     """True if whole numbers identify the rows: each is there once."""
-    whole = np.array_equal(numbers, np.round(numbers))
-    return (
-        whole and len(numbers) > FEW and len(np.unique(numbers)) == len(numbers)
-    )
+    is_whole = np.array_equal(numbers, np.round(numbers))
+    different = len(np.unique(numbers))
+    return is_whole and FEW < len(numbers) == different
 
 
 def _ranks(numbers: np.ndarray) -> list[list[float]]:
     """Quantiles of a column, and the normal score of each."""
     shares = (np.arange(RANKS) + 0.5) / RANKS
-    scores = np.array([NormalDist().inv_cdf(share) for share in shares])
-    quantiles = np.quantile(numbers, np.linspace(0, 1, RANKS))
+    normal = NormalDist()
+    scores = np.array([normal.inv_cdf(share) for share in shares])
+    steps = np.linspace(0, 1, RANKS)
+    quantiles = np.quantile(numbers, steps)
     values, position = np.unique(quantiles, return_inverse=True)
     means = np.bincount(position, scores) / np.bincount(position)
     return [values.tolist(), means.tolist()]
@@ -536,7 +543,6 @@ def _encode_numbers(
     column: Mapping[str, Any], series: Series
 ) -> Iterable[np.ndarray]:
     numbers = _numbers(column, series)
-    assert numbers is not None
     gaps = np.isnan(numbers)
     if gaps.any() and not column["gaps"]:
         _warn(
@@ -555,11 +561,13 @@ def _encode_numbers(
 def _encode_categories(
     column: Mapping[str, Any], series: Series
 ) -> Iterable[np.ndarray]:
-    codes = pd.Index(column["values"]).get_indexer(_texts(series))
+    values = pd.Index(column["values"])
+    codes = values.get_indexer(_texts(series))
     gaps = series.isna().to_numpy()
     unknown = (codes < 0) & ~(gaps & column["gaps"])
     if unknown.any():
-        value = str(series.iloc[int(unknown.argmax())])[:40]
+        row = int(unknown.argmax())
+        value = str(series.iloc[row])[:40]
         _warn(
             column,
             f"{unknown.sum()} rows have a value that was not learned, such as {value!r}",
@@ -567,7 +575,8 @@ def _encode_categories(
     for code, share in enumerate(column["shares"]):
         yield ((codes == code) - share) / HALF
     if column["gaps"]:
-        yield (gaps - max(0.0, 1 - sum(column["shares"]))) / HALF
+        share = max(0.0, 1 - sum(column["shares"]))
+        yield (gaps - share) / HALF
 
 
 def _warn(column: Mapping[str, Any], message: str) -> None:
@@ -600,11 +609,9 @@ class Target:
         """
         series = _column(frame, name)
         _check_target(name, series)
-        kind = _kind(name, series)
-        column = {"name": name, "kind": kind, "form": _form(kind, series)}
         choose("task", task, ("auto", "classification", "regression"))
         if task == "auto":
-            task = _guess_task(column, series)
+            task = _guess_task(name, series)
         if task == "regression":
             values = _values(name, series)
             scale = float(values.std())
@@ -612,14 +619,16 @@ class Target:
                 raise DataError(
                     f"the target {name!r} is the same in every row."
                 )
-            return cls(name, task, center=float(values.mean()), scale=scale)
+            center = float(values.mean())
+            return cls(name, task, center=center, scale=scale)
         texts = _texts(series)
         classes = _sorted(texts.unique())
         if len(classes) < 2:
             raise DataError(
                 f"the target {name!r} has one class only, {classes[0]!r}; two are needed."
             )
-        if len(classes) > min(MANY, max(FEW, len(texts) // 2)):
+        most = max(FEW, len(texts) // 2)
+        if len(classes) > min(MANY, most):
             raise DataError(
                 f"the target {name!r} has {len(classes)} different values in {len(texts)} rows, "
                 f"such as {classes[0]!r}, too many for classes; is it the right column?"
@@ -631,10 +640,12 @@ class Target:
         series = _column(frame, self.name)
         _check_target(self.name, series)
         if self.task == "regression":
-            return (_values(self.name, series) - self.center) / self.scale
+            values = _values(self.name, series)
+            return (values - self.center) / self.scale
         labels = pd.Index(self.classes).get_indexer(_texts(series))
         if (labels < 0).any():
-            value = series.iloc[int((labels < 0).argmax())]
+            row = int((labels < 0).argmax())
+            value = series.iloc[row]
             raise DataError(
                 f"the target {self.name!r} has the value {value!r}, which is none of the classes "
                 f"{', '.join(self.classes[:8])}."
@@ -653,7 +664,8 @@ class Target:
 
 
 def _values(name: str, series: Series) -> np.ndarray:
-    column = {"name": name, "kind": "number", "form": _form("number", series)}
+    form = _form("number", series)
+    column = {"name": name, "kind": "number", "form": form}
     return np.asarray(_numbers(column, series))
 
 
@@ -666,14 +678,17 @@ def _check_target(name: str, series: Series) -> None:
         )
 
 
-def _guess_task(column: Mapping[str, Any], series: Series) -> str:
+def _guess_task(name: str, series: Series) -> str:
+    column = _described(name, series)
     if column["kind"] != "number" or pd.api.types.is_bool_dtype(series):
         return "classification"
     values = _numbers(column, series)
-    assert values is not None
     whole = np.array_equal(values, np.round(values))
-    few = len(np.unique(values)) <= min(FEW, max(2, len(values) // 2))
-    return "classification" if whole and few else "regression"
+    different = len(np.unique(values))
+    half = max(2, len(values) // 2)
+    if whole and different <= min(FEW, half):
+        return "classification"
+    return "regression"
 
 
 def _sorted(texts: Iterable[str]) -> list[str]:
@@ -691,19 +706,19 @@ def hold_out(
 ) -> tuple[Any, Any]:
     """Row numbers to train on and to hold out; of each class alike, one row at least stays."""
     random = np.random.default_rng(seed)
-    groups = (
-        [np.flatnonzero(t == label) for label in np.unique(t)]
-        if classes
-        else [np.arange(len(t))]
-    )
+    labels = t if classes else np.zeros(len(t))
     train = []
     held = []
-    for group in groups:
+    for label in np.unique(labels):
+        group = np.flatnonzero(labels == label)
         shuffled = random.permutation(group)
-        count = min(round(fraction * len(group)), len(group) - 1)
+        size = len(group)
+        count = min(round(fraction * size), size - 1)
         held.append(shuffled[:count])
         train.append(shuffled[count:])
-    return np.sort(np.concatenate(train)), np.sort(np.concatenate(held))
+    rows = np.concatenate(train)
+    apart = np.concatenate(held)
+    return np.sort(rows), np.sort(apart)
 
 
 def class_weights(
@@ -717,18 +732,18 @@ def class_weights(
     if isinstance(weight, str):
         choose("class_weight", weight, ("balanced",))
         counts = np.bincount(labels, minlength=len(classes))
-        factors = len(labels) / (len(classes) * np.maximum(counts, 1))
+        present = np.maximum(counts, 1)
+        factors = len(labels) / (len(classes) * present)
     else:
-        strangers = [name for name in weight if name not in classes]
-        if strangers:
-            shown = ", ".join(repr(label) for label in classes[:8])
-            raise OptionError(
-                f"class_weight names {strangers[0]!r}, but the classes are {shown}."
-            )
+        for name in weight:
+            if name not in classes:
+                shown = ", ".join(map(repr, classes[:8]))
+                raise OptionError(
+                    f"class_weight names {name!r}, but the classes are {shown}."
+                )
         factors = np.array([weight.get(name, 1.0) for name in classes])
-    if not (
-        np.isfinite(factors).all() and factors.min() >= 0 and factors.any()
-    ):
+    finite = np.isfinite(factors).all()
+    if not finite or factors.min() < 0 or not factors.any():
         raise OptionError(
             f"class_weight must be finite, >= 0 and not all 0, but got {weight!r}."
         )

@@ -132,7 +132,13 @@ class HiddenLayers:
         """R_K itself."""
         if not self.has_smoothness:
             return 0.0
-        return float(self.net.smoothness().detach())
+        if not self.stacks:
+            return float(self.net.smoothness().detach())
+        total = 0.0
+        for _, values in self.stacks:
+            jumps = (values[1:] - values[:-1]).reshape(-1)
+            total += float(jumps @ jumps)
+        return 0.5 * self.net.h * total
 
 
 class Adam:
