@@ -420,7 +420,7 @@ class TableJob(Job):
         self.data = load_table(config)
         self.estimator = estimator(config, self.data.target.classes)
         labels = self.data.truth(self.data.parts["train"][1])
-        rows = self.estimator._begin(self.data.source, labels, None)
+        rows = self.estimator._read(self.data.source, labels, None)
         choice = self.estimator._choose(rows)
         self.rows = self.estimator._model_for(rows, choice)
         self.choice = choice
