@@ -206,11 +206,13 @@ def test_a_download_gives_the_same_answers_in_python(visit, tmp_path):
     wait_for_text(page, "#regions-read", "probability")
     shown = re.search(r"H2 ([\d.]+)%", page.inner_text("#regions-read"))
     edge = 1.2 * 1.08
-    x = torch.tensor([[-edge / 2, edge / 2]], dtype=torch.float64)
-    probability = float(model.head.probabilities(model(x)).detach()[0, 1])
-    assert float(shown[1]) == pytest.approx(
-        100 * probability, abs=3
-    )  # of a cell nearby
+    cell = 2 * edge / 100
+    near = torch.tensor([-cell, 0.0, cell], dtype=torch.float64)
+    place = torch.tensor([[-edge / 2, edge / 2]], dtype=torch.float64)
+    x = place + torch.cartesian_prod(near, near)  # the cells around the point
+    chances = 100 * model.head.probabilities(model(x)).detach()[:, 1]
+    low, high = chances.aminmax()
+    assert low - 1 <= float(shown[1]) <= high + 1
     page.set_input_files("#file", str(path))
     wait_for_text(page, "#notice", "as it was saved")
 
