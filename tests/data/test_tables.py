@@ -370,16 +370,15 @@ def test_a_million_rows_take_little_more_than_pandas_itself(tmp_path):
         "c"
     )
     frame.to_csv(tmp_path / "t.csv", index=False)
-    plain = []
-    ours = []
+    ratios = []
     for _ in range(5):
         start = time.process_time()
         pd.read_csv(tmp_path / "t.csv")
-        plain.append(time.process_time() - start)
+        plain = time.process_time() - start
         start = time.process_time()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             table = tables.read(tmp_path / "t.csv")
             Encoder.fit(table).transform(table)
-        ours.append(time.process_time() - start)
-    assert min(ours) < 3 * min(plain)
+        ratios.append((time.process_time() - start) / plain)
+    assert min(ratios) < 3  # of turns, so that other programs slow both
