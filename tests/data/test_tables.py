@@ -371,7 +371,7 @@ def test_a_million_rows_take_little_more_than_pandas_itself(tmp_path):
     )
     frame.to_csv(tmp_path / "t.csv", index=False)
     ratios = []
-    for _ in range(5):
+    for _ in range(9):
         start = time.process_time()
         pd.read_csv(tmp_path / "t.csv")
         plain = time.process_time() - start
@@ -381,4 +381,5 @@ def test_a_million_rows_take_little_more_than_pandas_itself(tmp_path):
             table = tables.read(tmp_path / "t.csv")
             Encoder.fit(table).transform(table)
         ratios.append((time.process_time() - start) / plain)
-    assert min(ratios) < 3  # of turns, so that other programs slow both
+    # Of turns, so that other programs slow both
+    assert np.median(ratios) < 3
