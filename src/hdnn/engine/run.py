@@ -512,11 +512,11 @@ def _stack(
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _kernel(*call: Any, precision: str) -> tuple[Stack, Any]:
-    """The stack of a call, and what runs it."""
+def _kernel(precision: str, *call: Any) -> Any:
+    """What runs the stack of a call."""
     stack, backprop = _stack(*call)
     settings = Settings(backprop=backprop, precision=precision)
-    return stack, method(stack, True, settings)
+    return method(stack, True, settings)
 
 
 def _described(y: Tensor, tensors: Sequence[Tensor], text: str) -> Any:
@@ -525,6 +525,13 @@ def _described(y: Tensor, tensors: Sequence[Tensor], text: str) -> Any:
     layers = len(tensors[0])
     sizes = (*y.shape, layers, *rows)
     return text, sizes, y.dtype, y.device
+
+
+def _ready(y: Tensor, tensors: Sequence[Tensor], text: str) -> tuple[Any, Any]:
+    """What runs a call, and the tensors as it takes them."""
+    precision = matmul_precision(Settings(), y.dtype)
+    kernel = _kernel(precision, *_described(y, tensors, text))
+    return kernel, _filled(tensors, kernel.stack)
 
 
 def _filled(tensors: Sequence[Tensor], stack: Stack) -> tuple[Any, ...]:
@@ -552,9 +559,8 @@ def _forward(
     y: Tensor, tensors: Sequence[Tensor], text: str
 ) -> tuple[Tensor, Tensor]:
     """y_N, and what the backward pass needs."""
-    precision = matmul_precision(Settings(), y.dtype)
-    stack, kernel = _kernel(*_described(y, tensors, text), precision=precision)
-    return kernel.forward(y, _filled(tensors, stack))
+    kernel, weights = _ready(y, tensors, text)
+    return kernel.forward(y, weights)
 
 
 @library.register_fake("hdnn::stack")
@@ -577,12 +583,10 @@ def _backward(
     g: Tensor, y: Tensor, saved: Tensor, tensors: Sequence[Tensor], text: str
 ) -> tuple[Tensor, Tensor]:
     """The gradient of y, and those of the tensors that need one, in one copy."""
-    precision = matmul_precision(Settings(), y.dtype)
-    stack, kernel = _kernel(*_described(y, tensors, text), precision=precision)
+    kernel, weights = _ready(y, tensors, text)
     with torch.no_grad():
-        weights = _filled(tensors, stack)
         g_y, *grads = gradients(kernel, y, saved, g, weights)
-    needed = itertools.compress(grads, stack.places)
+    needed = itertools.compress(grads, kernel.stack.places)
     return g_y, torch.cat([grad.reshape(-1) for grad in needed])
 
 

@@ -3,7 +3,8 @@
 Past some width the products take almost all of the time. Activation and slope are Triton kernels,
 and all launches of a pass are replayed as one CUDA graph where the same memory is given again.
 In tf32 and bf16 the gradients of weights are products of bf16 factors, so what each step reads is
-saved in bf16; in bf16 all factors are rounded. States stay float32.
+saved in bf16; in bf16 all factors are rounded. States stay float32. With exact factors, what sigma
+reads is computed again instead of saved, as the gradients of weights take its place.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def saved_sizes(stack: Stack, precision: str) -> tuple[int, int]:
     factor, low = dtypes(precision)
     rows = stack.steps * stack.samples
     read = rows * stack.width * low.itemsize
-    inner = rows * max(stack.rows) * factor.itemsize
+    inner = 0
+    if low != torch.float32:
+        inner = rows * max(stack.rows) * factor.itemsize
     # Aligned
     return -(-read // 128) * 32, -(-inner // 128) * 32
 
@@ -148,9 +151,9 @@ class Kernel:
                 K, b, V = weights[half]
                 x = now[half]
                 if save or self.factor != x.dtype:
-                    source = sources[s if save else 0].copy_(x)
+                    source = sources[s % len(sources)].copy_(x)
                     x = source if self.factor == self.low else x
-                a = self._view(inner[s if save else 0], half)
+                a = self._view(inner[s % len(inner)], half)
                 value = self._view(z, half)
                 torch.addmm(b[j], x, K[j].mT, out=a)
                 size = a.numel()
@@ -174,10 +177,10 @@ class Kernel:
         grads = stack.gradients(buffer)
         sources, inner = self._room(g, saved)
         now = self._new(g, g.dtype, self.parts)
-        low = self._new(g, self.low)
         w = self._new(g, self.factor)
         z = self._new(g, self.low)
         u = w if self.factor == self.low else self._new(g, self.low)
+        low = w if self.low == g.dtype else self._new(g, self.low)
         sums = g.new_empty(stack.steps, self.tiles, max(stack.rows))
         dots = g.new_empty(stack.steps, self.tiles, self.blocks)
         h: Any = tensors[0]
@@ -188,7 +191,7 @@ class Kernel:
             self._begin(g, now)
             for s, step in reversed(list(enumerate(stack.order))):
                 half, j, fraction = step
-                K, _, V = weights[half]
+                K, b, V = weights[half]
                 dK, _, dV = grads[3 * half + 1 : 3 * half + 4]
                 t = self._view(w, half)
                 slope = self._view(u, half)
@@ -199,7 +202,9 @@ class Kernel:
                     rounded = self._state(low).copy_(target)
                 x = rounded if self.factor == self.low else target
                 torch.mm(x, V[j].mT, out=t)
-                a = self._view(inner[s], half)
+                a = self._view(inner[s % len(inner)], half)
+                if self.low == torch.float32:
+                    torch.addmm(b[j], sources[s], K[j].mT, out=a)
                 B, r = a.shape
                 grid = (self.tiles, -(-r // COLUMNS))
                 slope_kernel[grid](
@@ -260,15 +265,15 @@ class Kernel:
         B = stack.samples
         m = stack.width
         inner_size = B * max(stack.rows)
-        if saved is None:
-            sources = y.new_empty(1, B, m, dtype=self.low)
-            inner = y.new_empty(1, inner_size, dtype=self.factor)
-            return sources, inner
-        size, _ = saved_sizes(stack, self.precision)
-        sources = saved[:size].view(self.low)
-        inner = saved[size:].view(self.factor)
-        sources = sources[: stack.steps * B * m].view(-1, B, m)
-        inner = inner[: stack.steps * inner_size].view(-1, inner_size)
+        sources = y.new_empty(1, B, m, dtype=self.low)
+        inner = y.new_empty(1, inner_size, dtype=self.factor)
+        if saved is not None:
+            size, more = saved_sizes(stack, self.precision)
+            states = saved[:size].view(self.low)
+            sources = states[: stack.steps * B * m].view(-1, B, m)
+            if more:
+                values = saved[size:].view(self.factor)
+                inner = values[: stack.steps * inner_size].view(-1, inner_size)
         return sources, inner
 
     def _new(
@@ -326,7 +331,7 @@ def add_product(into: Tensor, x: Tensor, W: Tensor) -> None:
     if x.dtype == into.dtype:
         into.addmm_(x, W)
     elif x.is_cuda and EXACT_SUMS:
-        into += torch.mm(x, W, out_dtype=into.dtype)
+        torch.addmm(into, x, W, out_dtype=into.dtype, out=into)
     else:
         into += x.to(into.dtype) @ W.to(into.dtype)
 
