@@ -227,9 +227,15 @@ def test_a_launch_passes_on_the_sentence_of_a_mistake(tmp_path):
 
 
 def test_the_others_end_soon_after_one_is_killed_and_all_name_it(start):
-    port = free_port()
+    # The store is here, as torchrun keeps it: in process 0 it would be gone before process 2 asks.
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    outside = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     program = ["-c", TRAIN.format("epochs=100_000, timeout=20")]
-    processes = [start(program, 3, port, rank) for rank in range(3)]
+    processes = [
+        start(program, 3, store.port, rank, **outside) for rank in range(3)
+    ]
     assert processes[0].stdout is not None
     assert processes[0].stdout.readline().strip() == "1"
     processes[1].kill()
