@@ -471,7 +471,9 @@ def _traced(call: Call, engine: str | None, backprop: str | None) -> Tensor:
     words = [sigma.name, backprop or "auto"]
     words += [f"{scheme.halves:d}", f"{inverse:d}", f"{learned:d}"]
     words.append(",".join([f"{half}:{part}" for half, part in scheme.moves]))
-    words += [output_kind(force.V) for force in forces]
+    words.append(str(len(forces[0].K)))
+    for force in forces:
+        words += [str(force.K.shape[1]), output_kind(force.V)]
     text = " ".join(words)
     with torch.autocast(y.device.type, enabled=False):
         if not isinstance(h, Tensor):
@@ -489,24 +491,26 @@ def _stack(
     text: str, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Stack, str]:
     """The stack of a call of the operator, and its backprop; `_traced` writes the text."""
-    sigma, backprop, halves, inverse, learned, moves, *outputs = text.split()
-    samples, features, layers, *rows = sizes
+    sigma, backprop, *flags, moves, layers = text.split()[:7]
+    halves, inverse, learned = [flag == "1" for flag in flags]
+    forces = text.split()[7:]
+    samples, features = sizes
     pairs = []
     for move in moves.split(","):
         half, part = move.split(":")
         pairs.append((int(half), float(part)))
     stack = Stack(
-        scheme=Scheme("compiled", 0, tuple(pairs), halves == "1"),
+        scheme=Scheme("compiled", 0, tuple(pairs), halves),
         sigma=activations.get(sigma),
-        inverse=inverse == "1",
-        layers=layers,
+        inverse=inverse,
+        layers=int(layers),
         samples=samples,
         features=features,
-        rows=tuple(rows),
-        outputs=tuple(outputs),
+        rows=tuple(map(int, forces[::2])),
+        outputs=tuple(forces[1::2]),
         dtype=dtype,
         device=device,
-        learned=learned == "1",
+        learned=learned,
     )
     return stack, backprop
 
@@ -519,18 +523,10 @@ def _kernel(precision: str, *call: Any) -> Any:
     return method(stack, True, settings)
 
 
-def _described(y: Tensor, tensors: Sequence[Tensor], text: str) -> Any:
-    """The arguments of `_stack`."""
-    rows = [b.shape[1] for b in tensors if b.dim() == 2]
-    layers = len(tensors[0])
-    sizes = (*y.shape, layers, *rows)
-    return text, sizes, y.dtype, y.device
-
-
 def _ready(y: Tensor, tensors: Sequence[Tensor], text: str) -> tuple[Any, Any]:
     """What runs a call, and the tensors as it takes them."""
     precision = matmul_precision(Settings(), y.dtype)
-    kernel = _kernel(precision, *_described(y, tensors, text))
+    kernel = _kernel(precision, text, y.shape, y.dtype, y.device)
     return kernel, _filled(tensors, kernel.stack)
 
 
@@ -565,7 +561,7 @@ def _forward(
 
 @library.register_fake("hdnn::stack")
 def _(y: Tensor, tensors: Sequence[Tensor], text: str) -> Any:
-    stack, backprop = _stack(*_described(y, tensors, text))
+    stack, backprop = _stack(text, y.shape, y.dtype, y.device)
     precision = matmul_precision(Settings(), y.dtype)
     settings = Settings(backprop=backprop, precision=precision)
     backprop = backprop_of(stack, True, settings)
@@ -592,7 +588,7 @@ def _backward(
 
 @library.register_fake("hdnn::stack_backward")
 def _(g: Tensor, y: Tensor, saved: Tensor, tensors: Any, text: str) -> Any:
-    stack, _ = _stack(*_described(y, tensors, text))
+    stack, _ = _stack(text, y.shape, y.dtype, y.device)
     shapes = [place[1] for place in stack.places if place is not None]
     return torch.empty_like(y), y.new_empty(sum(map(math.prod, shapes)))
 
@@ -606,7 +602,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate(ctx: Any, g: Tensor, _: Any) -> Any:
     y, saved, *tensors = ctx.saved_tensors
     g_y, flat = OPERATORS.stack_backward(g, y, saved, tensors, ctx.text)
-    stack, _ = _stack(*_described(y, tensors, ctx.text))
+    stack, _ = _stack(ctx.text, y.shape, y.dtype, y.device)
     grads: list[Any] = []
     for t, place in zip(_filled(tensors, stack), stack.places, strict=True):
         if place is not None:
