@@ -185,6 +185,11 @@ class Kernel:
         dots = g.new_empty(stack.steps, self.tiles, self.blocks)
         h: Any = tensors[0]
         weights = self._weights(tensors)
+        # The gradient of V goes to K where V is K.
+        outputs = [
+            grads[3 * half + (1 if kind == "same" else 3)]
+            for half, kind in enumerate(stack.outputs)
+        ]
 
         def launch() -> None:
             buffer.zero_()
@@ -192,14 +197,12 @@ class Kernel:
             for s, step in reversed(list(enumerate(stack.order))):
                 half, j, fraction = step
                 K, b, V = weights[half]
-                dK, _, dV = grads[3 * half + 1 : 3 * half + 4]
+                dK = grads[3 * half + 1]
                 t = self._view(w, half)
                 slope = self._view(u, half)
                 value = self._view(z, half)
                 target = now[self._moved(half)]
-                rounded = target
-                if self.low != target.dtype:
-                    rounded = self._state(low).copy_(target)
+                rounded = self._rounded(target, low)
                 x = rounded if self.factor == self.low else target
                 torch.mm(x, V[j].mT, out=t)
                 a = self._view(inner[s % len(inner)], half)
@@ -223,7 +226,7 @@ class Kernel:
                     **self.tile,
                 )
                 add_product(dK[j], slope.mT, sources[s])  # pyright: ignore[reportOptionalSubscript]
-                into = dK if stack.outputs[half] == "same" else dV
+                into = outputs[half]
                 if into is not None:
                     add_product(into[j], value.mT, rounded)
                 add_product(now[half], t, K[j])
@@ -304,6 +307,12 @@ class Kernel:
             V = K if force.V is None else force.V.to(self.factor)
             weights.append((K, force.b.to(self.factor), V))
         return weights
+
+    def _rounded(self, target: Tensor, low: Tensor) -> Tensor:
+        """A state as a factor of weights' gradients, in a buffer if its dtype changes."""
+        if self.low == target.dtype:
+            return target
+        return self._state(low).copy_(target)
 
     def _begin(self, y: Tensor, now: Tensor) -> None:
         """Take y apart."""
