@@ -135,5 +135,51 @@ def test_the_interpreted_kernels_agree_with_the_definition():
         assert error < TOLERANCE[precision], case
 
 
+def compiled(kernel, constants: dict, pairs: int) -> str:
+    """The machine code of a kernel for an H200, which a machine without a GPU can make too."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    force = ("*fp32", "*fp32", "*fp32", "i32")
+    grads = ("*fp32", "*fp32", "*fp32")
+    kinds = {"forces": (force,) * pairs, "grads": (grads,) * pairs}
+    kinds["fractions"] = ("fp32",) * constants["E"]
+    kinds |= dict.fromkeys(("B", "N", "m", "tiles", "size"), "i32")
+    kinds |= dict.fromkeys(constants, "constexpr")
+    names = kernel.arg_names
+    signature = {name: kinds.get(name, "*fp32") for name in names}
+    known = {
+        (names.index(name),): value
+        for name, value in constants.items()
+        if name in names
+    }
+    source = ASTSource(kernel, signature, known)
+    target = GPUTarget("cuda", 90, 32)
+    return compile(source, target, {"num_warps": 4}).asm["ptx"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize(
+    "name", ["SEMI_IMPLICIT_EULER", "FORWARD_EULER", "VERLET"]
+)
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(name):
+    from hdnn import activations, schemes
+    from hdnn.engine import gpu
+    from hdnn.engine.memory import Stack
+
+    scheme = getattr(schemes, name)
+    pairs = 1 + scheme.halves
+    outputs = ("learned",) * pairs
+    sizes = (False, 4, 100, 32, (20,) * pairs, outputs)
+    device = torch.device("cpu")
+    sigma = activations.get("tanh")
+    stack = Stack(scheme, sigma, *sizes, torch.float32, device)
+    kernel = gpu.Kernel(stack, "tf32")
+    options = kernel.constants | {"KEEP": True, "ATOMIC": True}
+    options |= {"BT": 64, "BR": 32, "RB": 1}
+    for function in (gpu.forward_kernel, gpu.backward_kernel):
+        assert "wgmma" in compiled(function, options, pairs)
+
+
 if __name__ == "__main__":
     sys.stdout.write(json.dumps([largest_error(*case) for case in CASES]))

@@ -13,6 +13,7 @@ with sums of their own. Triton (extra `gpu`) compiles the kernels.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -150,13 +151,10 @@ def times(z, V, acc, PREC: constexpr):  # pragma: kernel
 
 
 @triton.jit
-def load_weights(
-    K,
-    b,
-    V,
+def weights_of(
+    force,
     j,
     block,
-    r,
     m,
     SAME: constexpr,
     PREC: constexpr,
@@ -164,6 +162,7 @@ def load_weights(
     BM: constexpr,
 ):  # pragma: kernel
     """A block of rows of the weights of layer j."""
+    K, b, V, r = force
     i = block * BR + tl.arange(0, BR)
     k = tl.arange(0, BM)
     at = (j * r + i)[:, None] * m + k[None, :]
@@ -175,34 +174,6 @@ def load_weights(
     else:
         V_j = rounded(tl.load(V + at, mask=inside, other=0.0), PREC)
     return K_j, b_j, V_j
-
-
-@triton.jit
-def weights_of(
-    e: constexpr,
-    j,
-    block,
-    K_0,
-    b_0,
-    V_0,
-    K_1,
-    b_1,
-    V_1,
-    r_0,
-    r_1,
-    m,
-    READS: constexpr,
-    SAME: constexpr,
-    PREC: constexpr,
-    BR: constexpr,
-    BM: constexpr,
-):  # pragma: kernel
-    """The same for the e-th step of a layer."""
-    if (READS >> e) & 1:
-        return load_weights(
-            K_1, b_1, V_1, j, block, r_1, m, (SAME >> 1) & 1, PREC, BR, BM
-        )
-    return load_weights(K_0, b_0, V_0, j, block, r_0, m, SAME & 1, PREC, BR, BM)
 
 
 @triton.jit
@@ -220,23 +191,17 @@ def forward_kernel(
     out,
     kept,
     h,
-    K_0,
-    b_0,
-    V_0,
-    K_1,
-    b_1,
-    V_1,
+    fractions,
+    forces,
     B,
     N,
     m,
-    r_0,
-    r_1,
     ACT: constexpr,
     PREC: constexpr,
     FAST: constexpr,
     READS: constexpr,
+    MOVES: constexpr,
     E: constexpr,
-    FRACTIONS: constexpr,
     SAME: constexpr,
     HALVES: constexpr,
     INVERSE: constexpr,
@@ -256,28 +221,11 @@ def forward_kernel(
     if HALVES:
         q = tl.load(y + at + m, mask=inside, other=0.0)
     j = first * 0 + N - 1 if INVERSE else first * 0
-    K, b, V = weights_of(
-        0,
-        j,
-        0,
-        K_0,
-        b_0,
-        V_0,
-        K_1,
-        b_1,
-        V_1,
-        r_0,
-        r_1,
-        m,
-        READS,
-        SAME,
-        PREC,
-        BR,
-        BM,
-    )
+    force = forces[READS & 1]
+    K, b, V = weights_of(force, j, 0, m, SAME & 1, PREC, BR, BM)
     for depth in range(N):
         for e in tl.static_range(E):
-            c = tl.load(h + j) * FRACTIONS[e]
+            c = tl.load(h + j) * fractions[e]
             j_next = j
             if e == E - 1:
                 j_next = (
@@ -285,69 +233,31 @@ def forward_kernel(
                     if INVERSE
                     else tl.minimum(j + 1, N - 1)
                 )
-            source = p
-            target = p
-            if HALVES:
-                if (READS >> e) & 1:
-                    source = q
-                else:
-                    target = q
+            source = q if (READS >> e) & 1 else p
+            target = q if (MOVES >> e) & 1 else p
             if KEEP:
                 step = (first * 0 + depth * E + e) * B
                 tl.store(kept + (step + row) * m + k, source, mask=inside)
-            K_here, b_here, V_here = K, b, V
             if RB == 1:
+                z = forces_of(source, K, b, c, ACT, PREC, FAST)
+                V_here = V
                 # The next weights are on their way while this step runs.
+                force = forces[(READS >> (e + 1) % E) & 1]
                 K, b, V = weights_of(
-                    (e + 1) % E,
-                    j_next,
-                    0,
-                    K_0,
-                    b_0,
-                    V_0,
-                    K_1,
-                    b_1,
-                    V_1,
-                    r_0,
-                    r_1,
-                    m,
-                    READS,
-                    SAME,
-                    PREC,
-                    BR,
-                    BM,
+                    force, j_next, 0, m, (SAME >> (e + 1) % E) & 1, PREC, BR, BM
                 )
-                z = forces_of(source, K_here, b_here, c, ACT, PREC, FAST)
                 target = times(z, V_here, target, PREC)
             else:
                 for block in range(RB):
-                    K_here, b_here, V_here = weights_of(
-                        e,
-                        j,
-                        block,
-                        K_0,
-                        b_0,
-                        V_0,
-                        K_1,
-                        b_1,
-                        V_1,
-                        r_0,
-                        r_1,
-                        m,
-                        READS,
-                        SAME,
-                        PREC,
-                        BR,
-                        BM,
+                    force = forces[(READS >> e) & 1]
+                    K, b, V = weights_of(
+                        force, j, block, m, (SAME >> e) & 1, PREC, BR, BM
                     )
-                    z = forces_of(source, K_here, b_here, c, ACT, PREC, FAST)
-                    target = times(z, V_here, target, PREC)
+                    z = forces_of(source, K, b, c, ACT, PREC, FAST)
+                    target = times(z, V, target, PREC)
             j = j_next
-            if HALVES:
-                if (READS >> e) & 1:
-                    p = target
-                else:
-                    q = target
+            if (MOVES >> e) & 1:
+                q = target
             else:
                 p = target
     tl.store(out + at, p, mask=inside)
@@ -377,9 +287,7 @@ def back_through(
     j,
     block,
     dh,
-    dK,
-    db,
-    dV,
+    places,
     r,
     m,
     SAME: constexpr,
@@ -395,6 +303,7 @@ def back_through(
     BR: constexpr,
 ):  # pragma: kernel
     """The gradient of what a block of a step reads; those of its weights are added up."""
+    dK, db, dV = places
     bias = tl.zeros((BT, BR), tl.float32) + b[None, :]
     a = times_transposed(source, K, bias, PREC)
     t = times_transposed(g_target, V, tl.zeros((BT, BR), tl.float32), PREC)
@@ -402,9 +311,8 @@ def back_through(
     u = c * slope_of(a, z, ACT) * t
     u_T = tl.trans(rounded(u, WPREC))
     z_T = tl.trans(rounded(c * z, WPREC))
-    grad = dot(
-        u_T, rounded(source, WPREC), tl.zeros((BR, BM), tl.float32), WPREC
-    )
+    zero = tl.zeros((BR, BM), tl.float32)
+    grad = dot(u_T, rounded(source, WPREC), zero, WPREC)
     i = block * BR + tl.arange(0, BR)
     k = tl.arange(0, BM)
     at = (j * r + i)[:, None] * m + k[None, :]
@@ -412,13 +320,8 @@ def back_through(
     if SAME:
         grad = dot(z_T, rounded(g_target, WPREC), grad, WPREC)
     elif LEARNED:
-        zero = tl.zeros((BR, BM), tl.float32)
-        add(
-            dV + at,
-            dot(z_T, rounded(g_target, WPREC), zero, WPREC),
-            inside,
-            ATOMIC,
-        )
+        output = dot(z_T, rounded(g_target, WPREC), zero, WPREC)
+        add(dV + at, output, inside, ATOMIC)
     add(dK + at, grad, inside, ATOMIC)
     add(db + j * r + i, tl.sum(u, 0), i < r, ATOMIC)
     if STEP:
@@ -432,24 +335,13 @@ def backward_kernel(
     g,
     out,
     h,
-    K_0,
-    b_0,
-    V_0,
-    K_1,
-    b_1,
-    V_1,
+    fractions,
+    forces,
     dh,
-    dK_0,
-    db_0,
-    dV_0,
-    dK_1,
-    db_1,
-    dV_1,
+    grads,
     B,
     N,
     m,
-    r_0,
-    r_1,
     tiles,
     size,
     ACT: constexpr,
@@ -457,8 +349,8 @@ def backward_kernel(
     WPREC: constexpr,
     FAST: constexpr,
     READS: constexpr,
+    MOVES: constexpr,
     E: constexpr,
-    FRACTIONS: constexpr,
     SAME: constexpr,
     LEARNED: constexpr,
     STEP: constexpr,
@@ -474,13 +366,6 @@ def backward_kernel(
     zero = own * 0
     if ATOMIC:
         own = zero
-    dh += own
-    dK_0 += own
-    db_0 += own
-    dV_0 += own
-    dK_1 += own
-    db_1 += own
-    dV_1 += own
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         first = zero + tile * BT
         row = first + tl.arange(0, BT)[:, None]
@@ -492,32 +377,15 @@ def backward_kernel(
         if HALVES:
             g_q = tl.load(g + at + m, mask=inside, other=0.0)
         j = zero if INVERSE else zero + N - 1
-        K, b, V = weights_of(
-            E - 1,
-            j,
-            0,
-            K_0,
-            b_0,
-            V_0,
-            K_1,
-            b_1,
-            V_1,
-            r_0,
-            r_1,
-            m,
-            READS,
-            SAME,
-            PREC,
-            BR,
-            BM,
-        )
+        force = forces[READS >> (E - 1)]
+        K, b, V = weights_of(force, j, 0, m, SAME >> (E - 1), PREC, BR, BM)
         step = (zero + N * E - 1) * B
         source_next = tl.load(
             kept + (step + row) * m + k, mask=inside, other=0.0
         )
         for depth in range(N):
             for e in tl.static_range(E - 1, -1, -1):
-                part = FRACTIONS[e]
+                part = fractions[e]
                 c = tl.load(h + j) * part
                 j_here = j
                 if e == 0:
@@ -527,127 +395,68 @@ def backward_kernel(
                         else tl.maximum(j - 1, 0)
                     )
                 source = source_next
-                step = (
-                    tl.maximum(zero + N * E - 2 - (depth * E + E - 1 - e), 0)
-                    * B
-                )
+                left = zero + N * E - 2 - (depth * E + E - 1 - e)
+                step = tl.maximum(left, 0) * B
                 source_next = tl.load(
                     kept + (step + row) * m + k, mask=inside, other=0.0
                 )
-                g_source = g_p
-                g_target = g_p
-                if HALVES:
-                    if (READS >> e) & 1:
-                        g_source = g_q
-                    else:
-                        g_target = g_q
-                moved = g_source
+                moved = g_q if (READS >> e) & 1 else g_p
+                g_target = g_q if (MOVES >> e) & 1 else g_p
+                force = forces[(READS >> e) & 1]
+                dK, db, dV = grads[(READS >> e) & 1]
                 for block in range(RB):
                     if RB > 1:
                         K, b, V = weights_of(
-                            e,
+                            force,
                             j_here,
                             block,
-                            K_0,
-                            b_0,
-                            V_0,
-                            K_1,
-                            b_1,
-                            V_1,
-                            r_0,
-                            r_1,
                             m,
-                            READS,
-                            SAME,
+                            (SAME >> e) & 1,
                             PREC,
                             BR,
                             BM,
                         )
-                    if (READS >> e) & 1:
-                        moved = back_through(
-                            source,
-                            g_target,
-                            moved,
-                            K,
-                            b,
-                            V,
-                            c,
-                            part,
-                            j_here,
-                            block,
-                            dh,
-                            dK_1,
-                            db_1,
-                            dV_1,
-                            r_1,
-                            m,
-                            (SAME >> 1) & 1,
-                            (LEARNED >> 1) & 1,
-                            STEP,
-                            ACT,
-                            PREC,
-                            WPREC,
-                            FAST,
-                            ATOMIC,
-                            BT,
-                            BM,
-                            BR,
-                        )
-                    else:
-                        moved = back_through(
-                            source,
-                            g_target,
-                            moved,
-                            K,
-                            b,
-                            V,
-                            c,
-                            part,
-                            j_here,
-                            block,
-                            dh,
-                            dK_0,
-                            db_0,
-                            dV_0,
-                            r_0,
-                            m,
-                            SAME & 1,
-                            LEARNED & 1,
-                            STEP,
-                            ACT,
-                            PREC,
-                            WPREC,
-                            FAST,
-                            ATOMIC,
-                            BT,
-                            BM,
-                            BR,
-                        )
+                    moved = back_through(
+                        source,
+                        g_target,
+                        moved,
+                        K,
+                        b,
+                        V,
+                        c,
+                        part,
+                        j_here,
+                        block,
+                        dh + own,
+                        (dK + own, db + own, dV + own),
+                        force[3],
+                        m,
+                        (SAME >> e) & 1,
+                        (LEARNED >> e) & 1,
+                        STEP,
+                        ACT,
+                        PREC,
+                        WPREC,
+                        FAST,
+                        ATOMIC,
+                        BT,
+                        BM,
+                        BR,
+                    )
                 if RB == 1:
+                    force = forces[(READS >> (e + E - 1) % E) & 1]
                     K, b, V = weights_of(
-                        (e + E - 1) % E,
+                        force,
                         j,
                         0,
-                        K_0,
-                        b_0,
-                        V_0,
-                        K_1,
-                        b_1,
-                        V_1,
-                        r_0,
-                        r_1,
                         m,
-                        READS,
-                        SAME,
+                        (SAME >> (e + E - 1) % E) & 1,
                         PREC,
                         BR,
                         BM,
                     )
-                if HALVES:
-                    if (READS >> e) & 1:
-                        g_q = moved
-                    else:
-                        g_p = moved
+                if (READS >> e) & 1:
+                    g_q = moved
                 else:
                     g_p = moved
         tl.store(out + at, g_p, mask=inside)
@@ -661,6 +470,11 @@ def backward_kernel(
 def interpreted() -> bool:
     """True if Triton runs the kernels in Python, for tests on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def bits(answers: Sequence[int]) -> int:
+    """A number whose bit e is the e-th answer, which Triton reads at compile time."""
+    return sum(answer << e for e, answer in enumerate(answers))
 
 
 def padded(size: int) -> int:
@@ -700,6 +514,7 @@ class Kernel:
         self.stack = stack
         self.deterministic = deterministic
         moves = list(stack.scheme.ordered(stack.inverse))
+        outputs = [stack.outputs[half] for half, _, _ in moves]
         self.precision = precision
         few = min(stack.rows) * stack.width < FEW
         weights = "bf16" if precision == "tf32" and not few else precision
@@ -715,28 +530,18 @@ class Kernel:
             "PREC": precision,
             "WPREC": weights,
             "FAST": fast,
-            "READS": sum(half << e for e, (half, _, _) in enumerate(moves)),
+            "READS": bits([half for half, _, _ in moves]),
+            "MOVES": bits([moved for _, moved, _ in moves]),
             "E": len(moves),
-            "FRACTIONS": tuple([fraction for _, _, fraction in moves]),
-            "SAME": self._bits("same"),
-            "LEARNED": self._bits("learned"),
+            "SAME": bits([output == "same" for output in outputs]),
+            "LEARNED": bits([output == "learned" for output in outputs]),
             "STEP": stack.learned,
             "HALVES": int(stack.scheme.halves),
             "INVERSE": stack.inverse,
             "BM": padded(stack.width),
         }
-        self.sizes = (
-            stack.samples,
-            stack.layers,
-            stack.width,
-            stack.rows[0],
-            stack.rows[-1],
-        )
-
-    def _bits(self, output: str) -> int:
-        return sum(
-            (each == output) << i for i, each in enumerate(self.stack.outputs)
-        )
+        self.sizes = (stack.samples, stack.layers, stack.width)
+        self.fractions = tuple([fraction for _, _, fraction in moves])
 
     def _launch(
         self, kernel: Any, grid: int, args: tuple[Any, ...], **options: Any
@@ -792,26 +597,20 @@ class Kernel:
             return [g.clone(), *stack.gradients(sums[0])]
         out = torch.empty_like(g)
         dh, *places = [g if t is None else t for t in stack.gradients(sums[0])]
-        grads = (dh, *places[:3], *places[-3:])
-        args = (
-            saved,
-            g,
-            out,
-            *self._weights(tensors),
-            *grads,
-            *self.sizes,
-            tiles,
-            stack.size,
-        )
+        grads = tuple(zip(*[iter(places)] * 3, strict=True))
+        weights = self._weights(tensors)
+        args = (saved, g, out, *weights, dh, grads, *self.sizes)
+        args += (tiles, stack.size)
         options["ATOMIC"] = not self.deterministic
         self._launch(backward_kernel, programs, args, **options)
         total = sums.sum(0) if self.deterministic else sums[0]
         return [out, *stack.gradients(total)]
 
     def _weights(self, tensors: Tensors) -> tuple[Any, ...]:
-        h, *weights = tensors
-        filled = [
-            weights[k - k % 3] if t is None else t
-            for k, t in enumerate(weights)
-        ]
-        return h, *filled[:3], *filled[-3:]
+        """The steps, their fractions, and K, b, V and the number of rows of each force."""
+        forces = []
+        for force, rows in zip(
+            self.stack.forces(tensors), self.stack.rows, strict=True
+        ):
+            forces.append((force.K, force.b, force.output, rows))
+        return tensors[0], self.fractions, tuple(forces)
