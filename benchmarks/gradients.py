@@ -185,7 +185,8 @@ def found(result: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any]) -> str:
-    lines = head("Gradients by default against the plain loop's", result)
+    machine = result["machine"]["machine"]
+    lines = head(f"Gradients by default, on {machine}", result)
     lines += [
         "",
         f"{result['sizes']['count']} random networks in float32; the error is that against "

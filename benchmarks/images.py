@@ -142,11 +142,14 @@ def page(result: dict[str, Any]) -> str:
         for r in result["speed"]:
             name = [r["network"], f"{r['parameters']:,}", r["batch"]]
             minutes = TRAINING * max(r["seconds"]) / 60
+            target = r["target"]
+            if target and max(r["seconds"]) > target:
+                target = f"{target} (missed)"
             rows.append(
                 [
                     *name,
                     least_to_most(r["seconds"]),
-                    r["target"],
+                    target,
                     f"{minutes:.1f}",
                 ]
             )

@@ -29,8 +29,7 @@ tables and figures; programs in `benchmarks/` need a clone of the repository. `p
 makes this page from the results.
 """
 WITHOUT_GPU = """
-These need a GPU, and have not been run with this version: `engine.py`, `gradients.py`, `blocks.py` and
-`images.py` of `benchmarks/` with `--device cuda`.
+`benchmarks/blocks.py --device cuda`, which needs a GPU.
 """
 
 
