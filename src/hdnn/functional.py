@@ -101,7 +101,7 @@ def energy(
 
 def partial_H(y: Tensor, K: Tensor, b: Tensor, sigma: Activation) -> Tensor:
     """The gradient of the energy of one layer: `dH/dy = K^T sigma(K y + b)`."""
-    return Force(K, b)(y, sigma)
+    return Force(K, b).at(y, sigma)
 
 
 # Forward Euler

@@ -52,11 +52,11 @@ class Force(NamedTuple):
     b: Tensor
     V: Tensor | None = None
 
-    def __call__(self, x: Tensor, sigma: Activation) -> Tensor:
+    def at(self, x: Tensor, sigma: Activation) -> Tensor:
         """The force of one layer at states x, `(*batch, t)`."""
-        return sigma(x @ self.K.mT + self.b) @ self.output
+        return sigma(x @ self.K.mT + self.b) @ self.output()
 
-    @property
+    # Methods by name: PyTorch 2.7 can compile no others of a named tuple.
     def output(self) -> Tensor:
         """V, or K where V is None."""
         return self.K if self.V is None else self.V
@@ -138,7 +138,7 @@ class Scheme:
         """
         state = list(x)
         for half, to, fraction in self.ordered(inverse):
-            force = forces[half](state[half], sigma)
+            force = forces[half].at(state[half], sigma)
             state[to] = state[to] + (fraction * h) * force
         return tuple(state)
 
@@ -189,7 +189,7 @@ class ImplicitEuler(Implicit):
         (y,), (force,) = x, forces
         p, q = y.chunk(2, -1)
         K_p, K_q = force.K.chunk(2, -1)
-        V_p, V_q = (h * force.output).chunk(2, -1)
+        V_p, V_q = (h * force.output()).chunk(2, -1)
         if inverse:
             a = p @ K_p.mT + force.b
             q = solve(q, -V_q.mT, K_q, a, sigma, **self.newton)
@@ -211,7 +211,7 @@ class Midpoint(Implicit):
     def step(self, x, forces, h, sigma, *, inverse=False):
         (y,), (force,) = x, forces
         half = -0.5 if inverse else 0.5
-        B = half * h * force.output.mT
+        B = half * h * force.output().mT
         middle = solve(y, B, force.K, force.b, sigma, **self.newton)
         return (2 * middle - y,)
 
@@ -230,7 +230,7 @@ class DiscreteGradient(Implicit):
     def step(self, x, forces, h, sigma, *, inverse=False):
         (y,), (force,) = x, forces
         sign = -1.0 if inverse else 1.0
-        B = sign * h * force.output.mT
+        B = sign * h * force.output().mT
         end = solve_chord(y, B, force.K, force.b, sigma, **self.newton)
         return (end,)
 
@@ -364,7 +364,7 @@ def jacobians(
         forces = [Force(*each) for each in weights]
         return scheme.join(scheme.step(scheme.split(y), forces, h, sigma))
 
-    weights = [(force.K, force.b, force.output) for force in forces]
+    weights = [(force.K, force.b, force.output()) for force in forces]
     starts = states[:-1]
     step = torch.as_tensor(h, dtype=states.dtype, device=states.device)
     samples = vmap(jacrev(layer), (0, None, None))

@@ -46,7 +46,7 @@ class GraphForce(NamedTuple):
         for K, b in zip(self.K, self.b, strict=True):
             yield self._replace(K=K, b=b)
 
-    def __call__(self, x: Tensor, sigma: Activation) -> Tensor:
+    def at(self, x: Tensor, sigma: Activation) -> Tensor:
         """The force of one layer at the own states `(batch, rows)`.
 
         Nodes of the same shape are one `hdnn.schemes.Force`, with a matrix for each of them.
@@ -65,7 +65,7 @@ class GraphForce(NamedTuple):
             row = last
             x = state.index_select(0, group.columns)
             x = x.view(nodes, -1, batch)
-            moved = schemes.Force(K, b)(x.mT, sigma)
+            moved = schemes.Force(K, b).at(x.mT, sigma)
             moved = moved.mT.flatten(0, 1)
             contributions = contributions.index_add(0, group.columns, moved)
         v = exchange(contributions, halo, self.messages, reverse=True).mT

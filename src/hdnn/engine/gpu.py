@@ -612,5 +612,5 @@ class Kernel:
         for force, rows in zip(
             self.stack.forces(tensors), self.stack.rows, strict=True
         ):
-            forces.append((force.K, force.b, force.output, rows))
+            forces.append((force.K, force.b, force.output(), rows))
         return tensors[0], self.fractions, tuple(forces)

@@ -301,7 +301,7 @@ def unsupported_reason(call: Call) -> str | None:
         if t is not None and (type(t) not in PLAIN or t.device != y.device):
             return "states and weights are not plain tensors on one device"
     for force in forces:
-        if not force.K.shape[-1] == force.output.shape[-1] == width:
+        if not force.K.shape[-1] == force.output().shape[-1] == width:
             return "a force reads or moves another number of features"
     return None
 

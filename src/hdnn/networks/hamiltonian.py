@@ -311,7 +311,7 @@ class HamiltonianNet(Network):
         if not self.implicit:
             return torch.zeros_like(h)
         (force,) = self.forces()
-        A, B = force.K, force.output.mT
+        A, B = force.K, force.output().mT
         if self.scheme.paired:  # p alone is solved for
             m = self.features // 2
             A = A[..., :m]

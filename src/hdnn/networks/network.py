@@ -551,7 +551,7 @@ class Network(nn.Module):
         h = self.steps()
         norms = []
         for force in self.forces():
-            norm = spectral_norm(force.K) * spectral_norm(force.output)
+            norm = spectral_norm(force.K) * spectral_norm(force.output())
             norms.append(h * norm)
         shears = [abs(part) * norms[half] for half, part in self.scheme.moves]
         return torch.cat(shears)
