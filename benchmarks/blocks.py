@@ -6,11 +6,11 @@
 A GPT of coupled blocks (p += attention(q), q += MLP(p)), trained in bf16: each submodule enters
 autocast itself, so that it reaches every contestant, in both passes. The page says in which
 precision the products of each ran. Memory is the peak of a training step beyond parameters and
-their gradients, at several depths. Milliseconds are those of a step, all contestants in turns in one
-process: layers that are undone (`hdnn`, with states in float32 and on the grid), stored states,
+their gradients, at several depths. Milliseconds are those of a step, all contestants in turns in
+one process: layers that are undone (`hdnn`, with states in float32 and on the grid), stored states,
 `torch.utils.checkpoint` of each block, also with states moved to the CPU, and the same blocks by
-revlib and memcnn, where these are installed. At the end, the gradients of undone layers on the grid,
-with dropout, are compared with those of stored ones, bit by bit.
+revlib and memcnn, where these are installed. At the end, the gradients of undone layers on the
+grid, with dropout, are compared with those of stored ones, bit by bit.
 """
 
 from __future__ import annotations
