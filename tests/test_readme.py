@@ -118,7 +118,7 @@ def test_index_and_readme_repeat_what_the_results_found(monkeypatch):
         )
 
 
-NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
+NUMBER = r"(?<![A-Za-z\d.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 SHARE = re.compile(rf"{NUMBER}(?: of {NUMBER})?")
 MEASURED = (
     rf"{NUMBER} of {NUMBER}|{NUMBER} ?(?:%|percent|times|-fold|ms|MiB|GiB)"
