@@ -4,8 +4,8 @@ python benchmarks/contrast.py
 python benchmarks/contrast.py --features 32 --seeds 10
 
 For each network, depth, seed and sample: the norm of the matrix dy_N/dy_0, and how much of a single
-random gradient at the output reaches the input, |dL/dy_0| / |dL/dy_N|. For H2 also the certificate's
-bound, below which no gradient of these weights can fall.
+random gradient at the output reaches the input, |dL/dy_0| / |dL/dy_N|. For H2 also the bound of its
+certificate, below which no gradient of these weights can fall.
 """
 
 from __future__ import annotations
