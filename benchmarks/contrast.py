@@ -143,7 +143,9 @@ def measure(name: str, depth: int, sizes: dict[str, Any]) -> dict[str, Any]:
         all_matrices = torch.stack(matrices(layers, y))
         norms.append(torch.linalg.matrix_norm(all_matrices, 2))
         g = torch.randn(sizes["samples"], 1, n)
-        reached = (g @ all_matrices[0]).norm(dim=-1) / g.norm(dim=-1)
+        size = all_matrices[0].abs().amax()  # its square may be below 1e-308
+        reached = size * (g @ (all_matrices[0] / size)).norm(dim=-1)
+        reached = reached / g.norm(dim=-1)
         ratios.append(reached.flatten())
     norms, ratio = torch.cat(norms, 1), torch.cat(ratios)
     return {
