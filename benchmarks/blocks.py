@@ -4,13 +4,13 @@
     python benchmarks/blocks.py --quick                            # does it run? on a CPU
 
 A GPT of coupled blocks (p += attention(q), q += MLP(p)), trained in bf16: each submodule enters
-autocast itself, so that it reaches every contestant. Memory is the
-peak of a training step beyond parameters and their gradients, at several depths. Seconds are those
-of a step, all contestants in turns in one process: layers that are undone (`hdnn`, with states in
-float32 and on the grid), stored states, `torch.utils.checkpoint` of each block, also with states
-moved to the CPU, and the same blocks by revlib and memcnn, where these are installed.
-At the end, the gradients of undone layers on the grid, with dropout, are compared with
-those of stored ones, bit by bit.
+autocast itself, so that it reaches every contestant, in both passes. The page says in which
+precision the products of each ran. Memory is the peak of a training step beyond parameters and
+their gradients, at several depths. Milliseconds are those of a step, all contestants in turns in
+one process: layers that are undone (`hdnn`, with states in float32 and on the grid), stored states,
+`torch.utils.checkpoint` of each block, also with states moved to the CPU, and the same blocks by
+revlib and memcnn, where these are installed. At the end, the gradients of undone layers on the
+grid, with dropout, are compared with those of stored ones, bit by bit.
 """
 
 from __future__ import annotations
@@ -165,14 +165,30 @@ def measured(
             p.grad = None
         net(y.clone()).square().mean().backward()
 
-    step()
     row: dict[str, Any] = {"way": way, "depth": depth, "step": step}
+    row["products"] = precision_of(net, step)
     if device == "cuda":
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
         row["mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
     return row
+
+
+def precision_of(net: nn.Module, step: Callable[[], None]) -> str:
+    """The dtypes of all products of a step, forwards and where layers are computed again."""
+    names = set()
+    handles = [
+        layer.register_forward_hook(
+            lambda _module, _inputs, output: names.add(str(output.dtype)[6:])
+        )
+        for layer in net.modules()
+        if isinstance(layer, nn.Linear)
+    ]
+    step()
+    for handle in handles:
+        handle.remove()
+    return ", ".join(sorted(names))
 
 
 def identical(depth: int, sizes: dict[str, Any], device: str) -> bool:
@@ -248,11 +264,12 @@ def page(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         name = [row["way"], row["depth"]]
         if "failed" in row:
-            rows.append([*name, f"does not run: {row['failed']}", ""])
+            rows.append([*name, f"does not run: {row['failed']}", "", ""])
         else:
             memory = f"{row['mib']:.0f}" if "mib" in row else ""
-            rows.append([*name, spread(row["ms"]), memory])
-    lines += table("way | blocks | ms | MiB", rows)
+            times = spread(row["ms"])
+            rows.append([*name, times, memory, row["products"]])
+    lines += table("way | blocks | ms | MiB | products in", rows)
     word = "are" if result["identical"] else "are NOT"
     lines += [
         "",

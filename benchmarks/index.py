@@ -1,4 +1,4 @@
-"""The index of results, and the rows in README.md and docs/index.md, from the JSON files.
+"""The index of results, and the rows of other pages that repeat them, from the JSON files.
 
 python benchmarks/index.py
 """
@@ -82,7 +82,8 @@ def with_rows(text: str, contents: dict[str, dict[str, Any]]) -> str:
     def row(match: re.Match[str]) -> str:
         return f"{match[1]} {contents[match[2]]['found']} |"
 
-    pattern = r"^(\| \[[^\]]*\]\((?:docs/)?results/([\w-]+)\.md\) \|).*$"
+    link = r"\| \[[^\]]*\]\((?:docs/|\.\./)?results/([\w-]+)\.md\)"
+    pattern = rf"^({link}[^|]*\|(?: `[^`]*` \|)?).*$"
     return re.sub(pattern, row, text, flags=re.MULTILINE)
 
 
@@ -90,7 +91,12 @@ def pages() -> dict[Path, str]:
     """The files that repeat results, and the text that they should have."""
     contents = results()
     texts = {RESULTS / "index.md": index(contents)}
-    for file in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+    docs = ROOT / "docs"
+    for file in (
+        ROOT / "README.md",
+        docs / "index.md",
+        docs / "guides" / "paper.md",
+    ):
         texts[file] = with_rows(file.read_text("utf-8"), contents)
     return texts
 

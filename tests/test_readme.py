@@ -6,7 +6,9 @@ The cells of tutorials are run when the site is built (docs/site/tutorials.py).
 from __future__ import annotations
 
 import importlib
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,56 @@ def test_index_and_readme_repeat_what_the_results_found(monkeypatch):
         assert f"results/{name}.md) | {index.results()[name]['found']} |" in (
             readme
         )
+
+
+NUMBER = r"(?<![A-Za-z\d.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
+SHARE = re.compile(rf"{NUMBER}(?: of {NUMBER})?")
+MEASURED = (
+    rf"{NUMBER} of {NUMBER}|{NUMBER} ?(?:%|percent|times|-fold|ms|MiB|GiB)"
+)
+
+
+def sentences(page: Path) -> Iterator[str]:
+    """The sentences of a page outside of code; a row of a table is one."""
+    text = page.read_text("utf-8")
+    text = re.sub(r"^(`{3,}).*?^\1", "", text, flags=re.S | re.M)
+    for block in re.split(r"\n\s*\n|\n(?=\||- )", text):
+        if block.lstrip().startswith("|"):
+            yield block
+        else:
+            line = " ".join(block.split())
+            yield from re.split(r"(?<=[.;!?])\s+(?=[^a-z\s])", line)
+
+
+def numbers(text: str) -> set[str]:
+    return {number.replace(",", "") for number in SHARE.findall(text)}
+
+
+def without_code_and_links(text: str) -> str:
+    return re.sub(r"`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)|<[^>]*>", "", text)
+
+
+@pytest.mark.parametrize(
+    "page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_every_number_beside_a_link_to_a_result_stands_in_that_result(page):
+    for sentence in sentences(page):
+        names = set(re.findall(r"results/([\w-]+)\.md", sentence)) - {"index"}
+        known = set()
+        for name in names:
+            result = DOCS / "results" / name
+            known |= numbers(result.with_suffix(".md").read_text("utf-8"))
+            found = json.loads(result.with_suffix(".json").read_text("utf-8"))
+            known |= numbers(found["found"])
+        if names:
+            assert numbers(without_code_and_links(sentence)) <= known, sentence
+
+
+@pytest.mark.parametrize("name", ["README.md", "PYPI.md", "docs/index.md"])
+def test_no_figure_on_the_first_pages_is_without_its_result(name):
+    for sentence in sentences(ROOT / name):
+        if re.search(MEASURED, without_code_and_links(sentence)):
+            assert "results/" in sentence, sentence
 
 
 def test_every_test_that_the_guide_to_the_paper_names_is_there():

@@ -1,5 +1,7 @@
 """Tutorials are run whenever the site is built, and show what their cells printed and drew.
 
+Each is a notebook too, made from the same text, which its page links to.
+
 Each page is run by a process of its own in an empty folder. A cell that fails is an error, and so
 is a page that takes more than a minute of processor time: that does not depend on what else the
 machine is doing.
@@ -38,6 +40,9 @@ FOLDER = "tutorials/"
 LIMIT = 60.0  # seconds of processor time
 PATIENCE = 300.0  # seconds until a page that hangs is given up
 AT_ONCE = 2
+INSTALL = "*Install `hdnn` with the extras `plot` and `fast` first.*"
+# [text](page.md) and [text][name], which lead nowhere outside of the site
+LINK = re.compile(r"(?<!!)\[([^\[\]]+)\](?:\((?!https?:)[^()]*\)|\[[^\[\]]*\])")
 
 _running: dict[str, Future[Ran]] = {}
 
@@ -74,6 +79,8 @@ def on_page_markdown(
     stem = uri.removesuffix(".md")
     for name, picture in ran.pictures.items():
         files.append(File.generated(config, f"{stem}-{name}", content=picture))
+    name = f"{stem}.ipynb"
+    files.append(File.generated(config, name, content=notebook(markdown)))
     return shown(markdown, ran, Path(stem).name)
 
 
@@ -127,6 +134,43 @@ def run(page: Path, limit: float = LIMIT, patience: float = PATIENCE) -> Ran:
         return Ran(ran["cells"], pictures, seconds)
 
 
+def notebook(markdown: str) -> str:
+    """The page as a Jupyter notebook; links within the site become plain text."""
+    title, _, rest = markdown.strip().partition("\n")
+    parts: list[tuple[str, str]] = [("markdown", f"{title}\n\n{INSTALL}")]
+    end = 0
+    for cell in cells(rest):
+        start = rest.rfind("\n```", 0, cell.end - 3 - len(cell.code)) + 1
+        parts += [("markdown", rest[end:start]), ("code", cell.code)]
+        end = cell.end
+    parts.append(("markdown", rest[end:]))
+    listed: list[dict[str, Any]] = []
+    for kind, text in parts:
+        text = text.strip()
+        if kind == "markdown":
+            text = LINK.sub(r"\1", text)
+        cell = {"cell_type": kind, "id": f"cell-{len(listed)}", "metadata": {}}
+        cell["source"] = text.splitlines(keepends=True)
+        if kind == "code":
+            cell |= {"execution_count": None, "outputs": []}
+        if text:
+            listed.append(cell)
+    kernel = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
+    return json.dumps(
+        {
+            "cells": listed,
+            "metadata": {"kernelspec": kernel},
+            "nbformat": 4,
+            "nbformat_minor": 5,
+        },
+        indent=1,
+    )
+
+
 def shown(markdown: str, ran: Ran, stem: str) -> str:
     """A page with what its cells printed and drew below each, and how long it took at its end."""
     parts, end = [], 0
@@ -153,5 +197,6 @@ def shown(markdown: str, ran: Ran, stem: str) -> str:
         version("torch").partition("+")[0],
     )
     told = f"{ran.seconds:.0f} s on {os.cpu_count()} cores with Python {python} and PyTorch {torch}"
-    note = f"\n\n*This page was run in {told} when the site was built.*\n"
+    link = f"[as a notebook]({stem}.ipynb){{ download={stem}.ipynb }}"
+    note = f"\n\n*This page was run in {told} when the site was built. Take it {link}.*\n"
     return "".join([*parts, markdown[end:], note])

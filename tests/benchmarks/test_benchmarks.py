@@ -196,3 +196,17 @@ def test_the_benchmark_of_the_engine_runs_and_writes_a_page(
     assert all(row["ratio"] > 1 for row in result["speed"])
     assert max(result["accuracy"].values()) < 1e-5
     assert "plain / hdnn" in (tmp_path / "engine-cpu.md").read_text()
+
+
+def test_gradients_too_small_for_their_squares_are_not_reported_as_zero(
+    program,
+):
+    contrast = program("contrast")
+    sizes = {"features": 2, "samples": 1, "seeds": 1}
+    torch.set_default_dtype(torch.float64)
+    try:
+        row = contrast.measure("perceptron", 700, sizes)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert 0 < row["single"][0] < 1e-160
+    assert row["single"][-1] <= 1.001 * row["median"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mkdocs.exceptions import PluginError
 
+import access
 import borrowed
 import cells
 import docstrings
@@ -137,6 +140,30 @@ def test_a_page_shows_what_its_cells_printed_and_drew(tmp_path: Path):
     assert "![A line](one-2-1.png){ .drawn }" in made
     assert ran.pictures["2-1.png"].startswith(b"\x89PNG")
     assert re.search(r"\*This page was run in \d+ s on \d+ cores", made)
+    assert "(one.ipynb)" in made
+
+
+def test_a_tutorial_is_a_notebook_with_the_same_cells():
+    for page in (ROOT / "docs" / "tutorials").glob("*.md"):
+        text = page.read_text("utf-8")
+        made = json.loads(tutorials.notebook(text))
+        sources = {"code": [], "markdown": []}
+        for cell in made["cells"]:
+            sources[cell["cell_type"]].append("".join(cell["source"]))
+        assert sources["code"] == [c.code.strip() for c in cells.cells(text)]
+        assert not re.search("```python|\\.md", "".join(sources["markdown"]))
+        assert (made["nbformat"], made["nbformat_minor"]) == (4, 5)
+
+
+def test_wide_pictures_can_be_read_on_a_phone(tmp_path: Path):
+    for name, width in (("wide", 2000), ("small", 600)):
+        size = width.to_bytes(4, "big") + (100).to_bytes(4, "big")
+        (tmp_path / f"{name}.png").write_bytes(b"\x89PNG" + bytes(12) + size)
+    page = tmp_path / "page.html"
+    page.write_text('<img src="wide.png"><img alt="x" src="small.png">')
+    access.on_post_build(SimpleNamespace(site_dir=tmp_path))
+    assert page.read_text().startswith('<img style="--width: 900px" data-wide ')
+    assert page.read_text().count("data-wide") == 1
 
 
 def test_what_other_programs_print_is_shown_too(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,26 @@ def test_figures_of_a_tutorial_are_shown_with_words_for_them(visit):
     for k in range(figures.count()):
         assert figures.nth(k).get_attribute("alt")
         assert figures.nth(k).evaluate("image => image.naturalWidth") > 300
+
+
+def test_the_sidebar_of_results_fits_a_screen(visit):
+    page = visit("results/index.html", viewport={"width": 1280, "height": 800})
+    links = page.locator(".md-sidebar--primary a.md-nav__link:visible")
+    assert links.count() > 10
+    box = links.last.bounding_box()
+    assert box["y"] + box["height"] <= 800
+
+
+def test_wide_pictures_scroll_on_a_phone(visit):
+    page = visit("why.html", viewport={"width": 375, "height": 700})
+    picture = page.locator("img[data-wide]").first
+    assert picture.bounding_box()["width"] > 800
+    assert page.evaluate("document.documentElement.scrollWidth") == 375
+
+
+def test_a_tutorial_links_to_its_notebook(visit, site: Path):
+    page = visit("tutorials/first-network.html")
+    link = page.locator("a[download]")
+    assert link.get_attribute("download") == "first-network.ipynb"
+    notebook = site / "tutorials" / link.get_attribute("href")
+    assert json.loads(notebook.read_text("utf-8"))["cells"]

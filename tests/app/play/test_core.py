@@ -73,7 +73,7 @@ def test_hdnn_loads_a_download_and_computes_the_same(results, name):
     )
 
 
-@pytest.mark.parametrize("network", ["residual", "prenorm"])
+@pytest.mark.parametrize("network", ["residual", "prenorm", "scaled", "rezero"])
 def test_residual_networks_are_those_of_pytorch(results, network):
     _, found = results
     values = found[network]
@@ -81,22 +81,34 @@ def test_residual_networks_are_those_of_pytorch(results, network):
     y = tensor(values["Y"]).view(-1, 4).requires_grad_()
     K = tensor(values["weights"]["K"]).view(5, 4, 4).requires_grad_()
     b = tensor(values["weights"]["b"]).view(5, 4).requires_grad_()
+    gain = tensor(values["weights"].get("a", [1.0] * 5)).requires_grad_()
     state = y
     for layer in range(5):
         source = state
-        if network == "prenorm":
+        if network in ("prenorm", "scaled"):
             source = torch.nn.functional.layer_norm(state, (4,))
-        state = state + torch.tanh(source @ K[layer].T + b[layer])
+        if network == "scaled":
+            source = source / (layer + 1) ** 0.5
+        move = torch.tanh(source @ K[layer].T + b[layer])
+        state = state + gain[layer] * move
     state.sum().backward()
     for ours, theirs in (
         (values["end"], state.detach().T),
         (values["start"], y.grad.T),
         (values["gradients"]["K"], K.grad),
         (values["gradients"]["b"], b.grad),
+        (values["gradients"].get("a", gain.grad.tolist()), gain.grad),
     ):
         torch.testing.assert_close(
             tensor(ours), theirs.flatten(), rtol=1e-10, atol=1e-10
         )
+
+
+def test_orthogonal_perceptrons_begin_with_orthogonal_weights(results):
+    K = torch.tensor(results[1]["orthogonal"], dtype=torch.float64).view(
+        5, 4, 4
+    )
+    torch.testing.assert_close(K @ K.mT, torch.eye(4).double().expand(5, 4, 4))
 
 
 def test_h2_learns_the_swiss_roll_and_gradients_of_the_mlp_vanish(results):

@@ -158,7 +158,9 @@ def test_pictures_bars_and_norms_fit_one_screen(visit, scheme):
 
 
 @needs_chromium
-@pytest.mark.parametrize("rival", ["residual", "prenorm"])
+@pytest.mark.parametrize(
+    "rival", ["residual", "prenorm", "orthogonal", "scaled", "rezero"]
+)
 def test_residual_rivals_learn_and_are_not_offered_for_python(visit, rival):
     page = visit(f"{QUICK}&right={rival}")
     wait_for_text(page, "#status", "steps a second")

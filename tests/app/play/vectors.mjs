@@ -33,8 +33,9 @@ for (const network of ["h2", "h1", "mlp"]) {
   }
 }
 // Residual networks are not hdnn's: PyTorch computes them in the test.
-for (const network of ["residual", "prenorm"]) {
+for (const network of ["residual", "prenorm", "scaled", "rezero"]) {
   const net = createNetwork({ network, layers: 5, seed: 3 });
+  net.weights.a?.fill(0.3);
   const B = 7;
   const Y = Float64Array.from({ length: 4 * B }, (_, i) => Math.sin(1 + 3 * i));
   const pass = new Pass(net, B);
@@ -48,6 +49,7 @@ for (const network of ["residual", "prenorm"]) {
     Y: [...Y], end, start: [...pass.g], weights: listed(net.weights), gradients: listed(pass.gradients),
   };
 }
+found.orthogonal = [...createNetwork({ network: "orthogonal", layers: 5, init: "paper" }).weights.K];
 const data = datasets.swiss_roll(2000, {});
 const trainer = createTrainer({ data, layers: 32 });
 for (let k = 0; k < 700; k++) trainer.step();

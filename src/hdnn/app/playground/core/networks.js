@@ -3,11 +3,14 @@
  *
  *     adjoint   v += f h K^T sigma(K u + b)
  *     skew      v += f h J K^T sigma(K u + b)    with J = [[0, -I], [I, 0]]
- *     residual  v +=     sigma(K u + b)          or sigma(K norm(u) + b) where the move is `normed`
+ *     residual  v +=   a sigma(K u + b)          with a = 1, or a weight of each layer
  *     replace   v  =     sigma(K u + b)
+ *
+ * Where a move is `normed`, u has mean 0 and variance 1; where it is `damped` too, variance 1 / (j + 1) in layer j.
  */
 
 import { MONOTONE, activationOf } from "./activations.js";
+import { addMultiple } from "./kernels.js";
 import { createRandom } from "./random.js";
 
 const MOST_FEATURES = 8;
@@ -20,7 +23,7 @@ const IF_MONOTONE =
 
 const moveP = { u: "q", v: "p", K: "K_q", b: "b_q", f: -1, form: "adjoint" };
 const moveQ = { u: "p", v: "q", K: "K_p", b: "b_p", f: 1, form: "adjoint" };
-const moveY = (form, normed = false) => [{ u: "y", v: "y", K: "K", b: "b", f: 1, form, normed }];
+const moveY = (form, more) => [{ u: "y", v: "y", K: "K", b: "b", f: 1, form, ...more }];
 
 const HALVES = { K_p: "mm", K_q: "mm", b_p: "m", b_q: "m" };
 const WHOLE = { K: "nn", b: "n" };
@@ -29,8 +32,11 @@ export const KINDS = {
   h2: { title: "H2", theorem: ALWAYS, weights: HALVES, moves: [moveP, moveQ] },
   h1: { title: "H1", theorem: IF_MONOTONE, weights: WHOLE, moves: moveY("skew"), even: true },
   mlp: { title: "Perceptron", theorem: null, weights: WHOLE, moves: moveY("replace") },
+  orthogonal: { title: "Orthogonal perceptron", theorem: null, weights: WHOLE, moves: moveY("replace") },
   residual: { title: "Residual", theorem: null, weights: WHOLE, moves: moveY("residual") },
-  prenorm: { title: "Pre-norm residual", theorem: null, weights: WHOLE, moves: moveY("residual", true) },
+  prenorm: { title: "Pre-norm residual", theorem: null, weights: WHOLE, moves: moveY("residual", { normed: true }) },
+  scaled: { title: "LayerNorm scaling", theorem: null, weights: WHOLE, moves: moveY("residual", { normed: true, damped: true }) },
+  rezero: { title: "ReZero", theorem: null, weights: { ...WHOLE, a: "" }, moves: moveY("residual", { a: "a" }) },
 };
 
 /** What is promised of the gradients with that activation, or null. */
@@ -67,7 +73,7 @@ export function shapesOf(network, features, layers) {
   );
 }
 
-/** Random weights: "paper" draws all from N(0, 1), "scaled" K from N(0, 1/n) with b = 0. */
+/** Random weights: "paper" draws all from N(0, 1), "scaled" K from N(0, 1/n) with b = 0; a is 0. */
 export function createNetwork({
   network = "h2",
   features = 4,
@@ -81,10 +87,26 @@ export function createNetwork({
   const random = createRandom(seed);
   const scale = init === "paper" ? 1 : 1 / Math.sqrt(features);
   for (const [name, values] of Object.entries(net.weights)) {
-    if (name[0] === "b" && init === "scaled") continue;
+    if (name === "a" || (name[0] === "b" && init === "scaled")) continue;
     for (let i = 0; i < values.length; i++) values[i] = scale * random.normal();
   }
+  if (network === "orthogonal") {
+    orthogonalise(net.weights.K, features);
+    net.weights.b.fill(0);
+  }
   return net;
+}
+
+/** Make the rows of each K (n, n) orthonormal, one after the other. */
+function orthogonalise(K, n) {
+  for (let row = 0; row < K.length; row += n) {
+    const own = K.subarray(row, row + n);
+    for (let other = row - (row % (n * n)); other < row; other += n) {
+      const along = own.reduce((sum, value, c) => sum + value * K[other + c], 0);
+      addMultiple(-along, K, other, own, 0, n);
+    }
+    addMultiple(1 / Math.hypot(...own) - 1, own, 0, own, 0, n);
+  }
 }
 
 /** A network whose weights are all zero. */

@@ -35,6 +35,10 @@ export class Pass {
     return this.stored ? j * this.moves.length * this.net.features * this.B : 0;
   }
 
+  gainOf(move, j) {
+    return move.a ? this.net.weights[move.a][j] : 1;
+  }
+
   /** From y_0 (n, B), which must lie at the start of `states`, to y_N. */
   forward(B) {
     const { net, moves, states, s, d, stored } = this;
@@ -54,12 +58,9 @@ export class Pass {
         const v = from + move.v * B;
         const f = move.f * net.h;
         fillRows(net.weights[move.b], j * rows, rows, s, at, B);
-        if (move.normed) {
-          normalise(states, from, rows, B, this.normed, at, this.widths, at / rows);
-          addProduct(K, k, rows, 1, rows, rows, 1, this.normed, at, s, at, B);
-        } else {
-          addProduct(K, k, rows, 1, rows, rows, 1, states, from + move.u * B, s, at, B);
-        }
+        if (move.normed) normalise(states, from, rows, B, this.normed, at, this.widths, at / rows);
+        const [u, place] = move.normed ? [this.normed, at] : [states, from + move.u * B];
+        addProduct(K, k, rows, 1, rows, rows, scaleOf(move, j), u, place, s, at, B);
         this.sigma(s, s, d, at, at + rows * B);
         if (form === "adjoint") {
           addProduct(K, k, 1, rows, rows, rows, f, s, at, states, v, B);
@@ -69,7 +70,7 @@ export class Pass {
           addProduct(K, k, 1, rows, half, rows, f, s, at, states, v + half * B, B);
         } else {
           if (form === "replace") states.fill(0, v, v + rows * B);
-          addMultiple(1, s, at, states, v, rows * B);
+          addMultiple(this.gainOf(move, j), s, at, states, v, rows * B);
         }
         if (stored) at += rows * B;
       }
@@ -107,25 +108,33 @@ export class Pass {
         z.fill(0, 0, rows * B);
         addProduct(K, k, rows, 1, rows, rows, f, w, from, z, 0, B);
       }
-      for (let i = 0; i < rows * B; i++) z[i] *= d[at + i];
+      const gain = this.gainOf(move, j);
+      for (let i = 0; i < rows * B; i++) {
+        if (ofWeights && move.a) this.gradients[move.a][j] += z[i] * s[at + i];
+        z[i] *= gain * d[at + i];
+      }
       if (ofWeights) {
         const dK = this.gradients[move.K];
         const db = this.gradients[move.b];
         const source = move.normed ? at : (turn * net.features + move.u) * B;
-        addOuter(dK, k, rows, rows, 1, z, 0, move.normed ? this.normed : states, source, B);
+        addOuter(dK, k, rows, rows, scaleOf(move, j), z, 0, move.normed ? this.normed : states, source, B);
         if (own) addOuter(dK, k, rows, rows, f, s, at, w, from, B);
         for (let i = 0; i < rows * B; i++) db[j * rows + Math.floor(i / B)] += z[i];
       }
       if (form === "replace") g.fill(0, from, from + rows * B);
       if (move.normed) {
         this.turned.fill(0, 0, rows * B);
-        addProduct(K, k, 1, rows, rows, rows, 1, z, 0, this.turned, 0, B);
+        addProduct(K, k, 1, rows, rows, rows, scaleOf(move, j), z, 0, this.turned, 0, B);
         addThroughNorm(this.turned, this.normed, at, this.widths, at / rows, rows, B, g);
       } else {
         addProduct(K, k, 1, rows, rows, rows, 1, z, 0, g, move.u * B, B);
       }
     }
   }
+}
+
+function scaleOf(move, j) {
+  return move.damped ? 1 / Math.sqrt(j + 1) : 1;
 }
 
 /** A move with the sizes and places that its network gives it. */

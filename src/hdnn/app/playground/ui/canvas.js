@@ -37,7 +37,7 @@ export function rgb(hex) {
   return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 }
 
-export function mixed(from, to, share) {
+export function blended(from, to, share) {
   return from.map((value, i) => Math.round(value + (to[i] - value) * share));
 }
 

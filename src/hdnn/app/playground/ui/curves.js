@@ -48,11 +48,8 @@ export function rowAt(canvas, px, rows) {
   if (!rows.length) return null;
   const inside = canvas.clientWidth - MARGIN_OF.left - MARGIN_OF.right;
   const step = ((px - MARGIN_OF.left) / inside) * rows[rows.length - 1].step;
-  let best = 0;
-  for (let i = 1; i < rows.length; i++) {
-    if (Math.abs(rows[i].step - step) < Math.abs(rows[best].step - step)) best = i;
-  }
-  return best;
+  const away = rows.map((row) => Math.abs(row.step - step));
+  return away.indexOf(Math.min(...away));
 }
 
 function values(rows, key) {

@@ -24,14 +24,12 @@ export function listenForHands(drawn) {
       () => (state.row = null),
     );
   }
-  element("undo").addEventListener("click", () => {
-    state.drawn.undo();
-    drawn();
-  });
-  element("clear").addEventListener("click", () => {
-    state.drawn.clear();
-    drawn();
-  });
+  for (const name of ["undo", "clear"]) {
+    element(name).addEventListener("click", () => {
+      state.drawn[name]();
+      drawn();
+    });
+  }
 }
 
 function listenToPicture(canvas, point, move, leave) {

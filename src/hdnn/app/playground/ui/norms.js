@@ -1,6 +1,6 @@
 // norm(dy_N/dy_j) of every layer: bands over samples, and the line at 1.
 import { colours, prepared, rgb, stroke, text } from "./canvas.js";
-import { brief, largest, least } from "./numbers.js";
+import { brief } from "./numbers.js";
 
 const LOWEST = -10; // powers of ten that are drawn; what is smaller lies at the bottom
 const HIGHEST = 12;
@@ -29,7 +29,7 @@ export function drawNorms(canvas, sides, marked) {
   }
   for (const { name, norms } of found) band(context, norms, x, y, c[name], DASH[name]);
   stroke(context, [[MARGIN.left, y(1)], [width - MARGIN.right, y(1)]], c.ink, { width: 1.5 });
-  text(context, "1: below this line gradients vanish", MARGIN.left + 8, y(1) + 12, { colour: c.ink });
+  text(context, "1: below this line every gradient shrinks", MARGIN.left + 8, y(1) + 12, { colour: c.ink });
   for (const j of ticks(layers)) text(context, String(j), x(j), bottom + 14, { align: "center" });
   text(context, "layer j", (MARGIN.left + width) / 2, height - 9, { align: "center" });
   if (marked !== null && marked < layers) {
@@ -45,15 +45,15 @@ export function layerAt(canvas, px, layers) {
 
 export function aboutNorms(title, norms) {
   if (!norms) return `${title}: nothing measured yet.`;
-  return `${title}: norms of ${norms.min.length} layers, smallest ${brief(least(norms.min))}, largest ${brief(largest(norms.max))}.`;
+  return `${title}: norms of ${norms.min.length} layers, smallest ${brief(Math.min(...norms.min))}, largest ${brief(Math.max(...norms.max))}.`;
 }
 
 function powers(found) {
   let low = -3;
   let high = 1;
   for (const { norms } of found) {
-    const [least_, most] = [least(norms.min), largest(norms.max)];
-    if (!(least_ >= 1e-3)) low = least_ > 0 ? Math.min(low, Math.floor(Math.log10(least_))) : LOWEST;
+    const [least, most] = [Math.min(...norms.min), Math.max(...norms.max)];
+    if (!(least >= 1e-3)) low = least > 0 ? Math.min(low, Math.floor(Math.log10(least))) : LOWEST;
     if (most > 10) high = Math.max(high, Math.ceil(Math.log10(most)));
   }
   return { low: Math.max(LOWEST, low), high: Math.min(HIGHEST, high) };

@@ -1,10 +1,6 @@
 // Numbers and sentences as the page shows them.
 
-const WHOLE = new Intl.NumberFormat("en");
-
-export function whole(value) {
-  return WHOLE.format(value);
-}
+export const whole = new Intl.NumberFormat("en").format;
 
 // A small part of the whole is never rounded to all of it.
 export function percent(value) {
@@ -26,16 +22,4 @@ export function brief(value, digits = 3) {
 export function normText(value) {
   if (value < 1 - 1e-12 && Number(value.toPrecision(3)) >= 1) return "0.999";
   return value >= 0.1 && value < 1000 ? value.toPrecision(3) : brief(value);
-}
-
-export function least(values) {
-  let found = Infinity;
-  for (const value of values) found = value < found || Number.isNaN(value) ? value : found;
-  return found;
-}
-
-export function largest(values) {
-  let found = -Infinity;
-  for (const value of values) found = value > found ? value : found;
-  return found;
 }

@@ -6,10 +6,8 @@ const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-
 const CELLS = 2048; // along each side: eleven bits
 
 export class Drawn {
-  constructor() {
-    this.x = [];
-    this.t = [];
-  }
+  x = [];
+  t = [];
 
   // False when there is no room for more.
   add(across, down, kind) {

@@ -1,5 +1,5 @@
 // Decision regions: what a network says of every point of the plane, and the points themselves.
-import { colours, mixed, prepared, rgb, stroke, text } from "./canvas.js";
+import { blended, colours, prepared, rgb, stroke, text } from "./canvas.js";
 
 export function drawRegions(canvas, { picture, cells, shown, domain, cross, hint }) {
   const { context, width, height } = prepared(canvas);
@@ -28,7 +28,7 @@ function shaded(grid, cells) {
   const image = context.createImageData(cells, cells);
   for (let i = 0; i < grid.length; i++) {
     const sure = Math.abs(2 * grid[i] - 1);
-    const colour = mixed(paper, grid[i] < 0.5 ? zero : one, Number.isFinite(sure) ? 0.12 + 0.4 * sure : 0);
+    const colour = blended(paper, grid[i] < 0.5 ? zero : one, Number.isFinite(sure) ? 0.12 + 0.4 * sure : 0);
     image.data.set([...colour, 255], 4 * i);
   }
   context.putImageData(image, 0, 0);

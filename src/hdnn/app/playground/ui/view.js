@@ -7,7 +7,7 @@ import { drawRegions } from "./regions.js";
 import { BOTH, element, state, titleOf } from "./state.js";
 import { scalingCode } from "./table.js";
 
-const NOT_IN_PYTHON = ["residual", "prenorm"];
+const NOT_IN_PYTHON = ["orthogonal", "residual", "prenorm", "scaled", "rezero"];
 const QUIET = 1500; // ms between two changes of the texts that stand for pictures
 const SHALLOW = " With 8 layers and a rate of 0.01 it learns as well.";
 let asked = false;
