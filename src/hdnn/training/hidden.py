@@ -1,6 +1,6 @@
 """The hidden layers of a network in a training: states, gradients, smoothness, and Adam.
 
-A small network runs through a minibatch in some twenty microseconds, so that each call of PyTorch
+A small network runs through a minibatch in some fifty microseconds, so that each call of PyTorch
 around it counts.
 """
 
@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hdnn import functional
 from hdnn.engine.run import Call, Plan, method
 from hdnn.engine.settings import current
-from hdnn.networks import Network
+from hdnn.networks import HamiltonianNet, Network
+from hdnn.schemes import Force
 
 HOOKS = (
     "_forward_hooks",
@@ -45,20 +47,11 @@ class HiddenLayers:
         constant = isinstance(getattr(net, "h", None), float)
         simple = plain and constant and not hooked
         self.direct = simple and bool(net.scheme.moves)
+        # V of H1 is K J^T: its gradient goes to K without autograd.
+        own = type(net).forces is HamiltonianNet.forces and not net.linked
+        self.turned = own and not net.scheme.halves
         self.plans: dict[int, Plan] = {}  # by number of samples
         self.last: tuple[Any, ...] = ()  # the last forward pass
-        self.has_smoothness = hasattr(net, "smoothness") and hasattr(net, "h")
-        # Stacks of weights that are parameters have a plain gradient of R_K: by layers, in memory.
-        self.stacks: list[tuple[nn.Parameter, Any]] = []
-        if constant and type(net).smoothness is Network.smoothness:
-            self.stacks = self._plain_stacks()
-
-    def _plain_stacks(self) -> list[tuple[nn.Parameter, Any]]:
-        """The stacks of weights in memory, if all of them are parameters."""
-        stacks: list[Any] = self.net._smooth()
-        if not all(isinstance(stack, nn.Parameter) for stack in stacks):
-            return []
-        return [(stack, numbers(stack)) for stack in stacks]
 
     def forward(self, y_0: Tensor) -> Tensor:
         """y_N (B, n) of a minibatch."""
@@ -68,12 +61,19 @@ class HiddenLayers:
             self.last = (y,)
             return y.detach()
         tensors: list[Any] = [plan.h]
-        for force in self.net.forces():
+        for force in self._forces():
             tensors += [t if t is None else t.contiguous() for t in force]
         with torch.no_grad():
             y, saved = plan.kernel.forward(y_0, tuple(tensors))
         self.last = (plan.kernel, y_0, saved, tensors)
         return y
+
+    def _forces(self) -> Sequence[Force]:
+        if not self.turned:
+            return self.net.forces()
+        K, b = self.net.stacks()
+        force = functional.turned(K.detach(), b)[0]
+        return (force._replace(K=K),)
 
     def prepare(self, y_0: Tensor) -> None:
         """Plan how one kernel runs minibatches of this size, where one does."""
@@ -99,6 +99,9 @@ class HiddenLayers:
             gradients = kernel.backward(
                 y_0, saved, g.contiguous(), tuple(tensors)
             )
+            if self.turned and gradients[4] is not None:
+                _, _, g_K, g_b, g_V = gradients
+                g_K -= functional.turned(g_V, g_b)[0].output
         computed = []
         theirs = []
         for t, gradient in zip(tensors, gradients[1:], strict=True):
@@ -112,93 +115,101 @@ class HiddenLayers:
         if computed:
             torch.autograd.backward(computed, theirs)
 
-    def add_smoothness(self, alpha: float) -> None:
-        """Add the gradient of alpha R_K, the differences between neighbouring layers."""
-        if not self.has_smoothness or alpha == 0:
-            return
-        if not self.stacks:
-            penalty = alpha * self.net.smoothness()
-            if penalty.requires_grad:
-                penalty.backward()
-        for p, values in self.stacks:
-            if p.grad is not None:
-                jumps = values[1:] - values[:-1]
-                jumps *= alpha * self.net.h
-                gradient = numbers(p.grad)
-                gradient[1:] += jumps
-                gradient[:-1] -= jumps
 
-    def smoothness(self) -> float:
-        """R_K itself."""
-        if not self.has_smoothness:
-            return 0.0
-        if not self.stacks:
-            return float(self.net.smoothness().detach())
-        total = 0.0
-        for _, values in self.stacks:
-            jumps = (values[1:] - values[:-1]).reshape(-1)
-            total += float(jumps @ jumps)
-        return 0.5 * self.net.h * total
+class Descent:
+    """Steps on the parameters, down the gradient of the loss plus alpha R_K.
 
-
-class Adam:
-    """Adam (Kingma and Ba, 2015) on all parameters as one vector.
-
-    PyTorch's own takes five times as long for the few weights of a small network. A parameter is
-    added to its gradient, times its decay, after the norm of all gradients was limited.
+    Adam (Kingma and Ba, 2015) on all parameters as one vector: PyTorch's own takes several times
+    as long for the few weights of a small network. The norm of the gradient is limited first; then
+    a parameter is added to its gradient, times its decay.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], decays: Sequence[float]
+        self,
+        net: Any,
+        parameters: Sequence[nn.Parameter],
+        decays: Sequence[float],
     ) -> None:
+        self.net = net
         self.parameters = parameters
         self.decays = decays
-        self.values = [numbers(p) for p in parameters]
-        self.places: list[slice] = []  # of the parameters in the vector
-        end = 0
-        for p in parameters:
-            start = end
-            end += p.numel()
-            self.places.append(slice(start, end))
-        zeros = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
-        self.m = numbers(zeros)
-        self.v = numbers(zeros.clone())
+        flat = torch.cat([p.detach().flatten() for p in parameters])
+        self.flat = torch.zeros_like(flat)  # the gradient, then the step
+        self.g = numbers(self.flat)
+        self.m = numbers(torch.zeros_like(flat))  # 10 times the mean of g
+        self.v = numbers(torch.zeros_like(flat))  # 1000 times that of g^2
         self.count = 0
+        self.values = [numbers(p) for p in parameters]
+        sizes = [p.numel() for p in parameters]
+        pieces = self.flat.split(sizes)
+        self.pieces = [
+            numbers(piece.view(p.shape))
+            for piece, p in zip(pieces, parameters, strict=True)
+        ]
+        # Stacks of weights that are parameters have a plain gradient of R_K.
+        self.has_smoothness = hasattr(net, "smoothness") and hasattr(net, "h")
+        constant = isinstance(getattr(net, "h", None), float)
+        self.plain = constant and type(net).smoothness is Network.smoothness
+        stacks = net._smooth() if self.plain else []
+        self.plain &= all(isinstance(stack, nn.Parameter) for stack in stacks)
+        places = {id(p): place for place, p in enumerate(parameters)}
+        # A stack can be there twice, or not be trained.
+        self.smooth = [places[id(p)] for p in stacks if id(p) in places]
 
-    def step(self, rate: float, clip: float | None = None) -> float:
+    def step(
+        self, rate: float, alpha: float = 0.0, clip: float | None = None
+    ) -> float:
         """Take a step; returns the norm of the gradient, before it is limited to `clip`."""
-        pieces = []
+        if alpha and self.has_smoothness and not self.plain:
+            penalty = alpha * self.net.smoothness()
+            if penalty.requires_grad:
+                penalty.backward()
+        gradients = []
         for p in self.parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            pieces.append(p.grad.reshape(-1))
-        g = numbers(torch.cat(pieces))
+            g = p.grad
+            if g is None:
+                g = torch.zeros_like(p)
+            gradients.append(g.reshape(-1))
+        g = self.g
+        torch.cat(gradients, out=self.flat)
+        if alpha and self.plain:
+            self._add_jumps(alpha * self.net.h)
         norm = math.sqrt(float(g @ g))
         if clip is not None and not norm <= clip:
             g *= clip / (norm + 1e-6)
-        for values, place, decay in zip(
-            self.values, self.places, self.decays, strict=True
-        ):
+        updates = list(zip(self.values, self.pieces, self.decays, strict=True))
+        for values, piece, decay in updates:
             if decay:
-                g[place] += decay * values.reshape(-1)
+                piece += decay * values
         self.count += 1
         self.m *= 0.9
-        self.m += 0.1 * g
+        self.m += g
         g *= g
-        g *= 0.001
         self.v *= 0.999
         self.v += g
+        second = math.sqrt(1000 * (1 - 0.999**self.count))
         root = self.v**0.5
-        second = 1 - 0.999**self.count
-        root *= second**-0.5
-        root += 1e-8
-        move = self.m / root
-        first = 1 - 0.9**self.count
-        move *= rate / first
-        for values, place in zip(self.values, self.places, strict=True):
-            change = move[place]
-            values -= change.reshape(values.shape)
+        root += 1e-8 * second
+        g[:] = self.m / root
+        g *= 0.1 * rate * second / (1 - 0.9**self.count)
+        for values, piece, _ in updates:
+            values -= piece
         return norm
+
+    def _add_jumps(self, factor: float) -> None:
+        """Add the gradient of factor/2 times the squared differences between layers."""
+        for place in self.smooth:
+            values = self.values[place]
+            gradient = self.pieces[place]
+            jumps = values[1:] - values[:-1]
+            jumps *= factor
+            gradient[1:] += jumps
+            gradient[:-1] -= jumps
+
+    @torch.no_grad()
+    def smoothness(self) -> float:
+        """R_K itself."""
+        return float(self.net.smoothness()) if self.has_smoothness else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         slots = {
