@@ -17,15 +17,9 @@ from hdnn import functional
 from hdnn.engine.run import Call, Plan, method
 from hdnn.engine.settings import current
 from hdnn.networks import HamiltonianNet, Network
+from hdnn.networks.network import HOOKS
 from hdnn.schemes import Force
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_post_accumulate_grad_hooks",
-)
 NUMPY = (torch.float32, torch.float64)
 
 
@@ -38,14 +32,8 @@ class HiddenLayers:
 
     def __init__(self, net: Any) -> None:
         self.net = net
-        owners = [net, *net.parameters()]
-        hooked = False
-        for owner in owners:
-            for name in HOOKS:
-                hooked |= bool(getattr(owner, name, None))
         plain = getattr(net.forward, "__func__", None) is Network.forward
-        constant = isinstance(getattr(net, "h", None), float)
-        simple = plain and constant and not hooked
+        simple = plain and has_constant_step(net) and not is_hooked(net)
         self.direct = simple and bool(net.scheme.moves)
         # V of H1 is K J^T: its gradient goes to K without autograd.
         own = type(net).forces is HamiltonianNet.forces and not net.linked
@@ -147,9 +135,8 @@ class Descent:
             for piece, p in zip(pieces, parameters, strict=True)
         ]
         # Stacks of weights that are parameters have a plain gradient of R_K.
-        self.has_smoothness = hasattr(net, "smoothness") and hasattr(net, "h")
-        constant = isinstance(getattr(net, "h", None), float)
-        self.plain = constant and type(net).smoothness is Network.smoothness
+        own = type(net).smoothness is not Network.smoothness
+        self.plain = has_constant_step(net) and not own
         stacks = net._smooth() if self.plain else []
         self.plain &= all(isinstance(stack, nn.Parameter) for stack in stacks)
         places = {id(p): place for place, p in enumerate(parameters)}
@@ -160,7 +147,7 @@ class Descent:
         self, rate: float, alpha: float = 0.0, clip: float | None = None
     ) -> float:
         """Take a step; returns the norm of the gradient, before it is limited to `clip`."""
-        if alpha and self.has_smoothness and not self.plain:
+        if alpha and hasattr(self.net, "h") and not self.plain:
             penalty = alpha * self.net.smoothness()
             if penalty.requires_grad:
                 penalty.backward()
@@ -209,7 +196,7 @@ class Descent:
     @torch.no_grad()
     def smoothness(self) -> float:
         """R_K itself."""
-        return float(self.net.smoothness()) if self.has_smoothness else 0.0
+        return float(self.net.smoothness()) if hasattr(self.net, "h") else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         slots = {
@@ -224,6 +211,20 @@ class Descent:
         self.m[:] = slots["m"]
         self.v[:] = slots["v"]
         self.count = int(slots["count"])
+
+
+def has_constant_step(net: Any) -> bool:
+    """True if a network has one step for all layers, which is not learned."""
+    return isinstance(getattr(net, "h", None), float)
+
+
+def is_hooked(net: nn.Module) -> bool:
+    """True if a network or a parameter has a hook."""
+    for owner in (net, *net.parameters()):
+        for name in (*HOOKS, "_post_accumulate_grad_hooks"):
+            if getattr(owner, name, None):
+                return True
+    return False
 
 
 def numbers(t: Tensor) -> Any:

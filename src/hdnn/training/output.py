@@ -134,10 +134,12 @@ class OutputProblem:
         """The Hessian of the mean loss in all of W, row by row: (c d, c d)."""
         c = len(P)
         d, B = self.A.shape
-        H = np.zeros((c, d, c, d))
         slopes = np.ones_like(P) if self.regression else P
         if not (self.regression or self.softmax):
             slopes = P * (1 - P)
+        if c == 1:
+            return (self.weighted * slopes).dot(self.A.T)
+        H = np.zeros((c, d, c, d))
         for i in range(c):
             scaled = self.weighted * slopes[i]
             H[i, :, i] = scaled.dot(self.A.T)
