@@ -316,15 +316,11 @@ class _Training:
         order = torch.randperm(len(self.y_0), generator=self.generator).to(
             self.y_0.device
         )
-        weights: Iterable[Any] = itertools.repeat(None, self.batches)
-        if self.weight is not None:
-            weights = self.weight[order].split(size)
-        return zip(
-            self.y_0[order].split(size),
-            self.t[order].split(size),
-            weights,
-            strict=True,
-        )
+        columns: list[Any] = []
+        for t in (self.y_0, self.t, self.weight):
+            empty = itertools.repeat(None)
+            columns.append(empty if t is None else t[order].split(size))
+        return zip(*columns, strict=False)
 
     def step(self, epoch: int, k: int, batch: Batch) -> Moment:
         """Solve the output layer for a minibatch, then descend in the hidden layers."""

@@ -122,10 +122,6 @@ class OutputProblem:
             return np.exp(S - self.log_sum(S))
         return HALF * np.tanh(HALF * S) + HALF
 
-    def residual(self, P: np.ndarray) -> np.ndarray:
-        """The gradient of the mean loss in the scores, from the predictions: (c, B)."""
-        return (P - self.T) * self.weighted[-1]
-
     def gradient(self, P: np.ndarray) -> np.ndarray:
         """The gradient of the mean loss in W: (c, d)."""
         return P.dot(self.weighted.T) - self.moment
@@ -185,7 +181,7 @@ class Output:
         self.ridge = ridge
         self.rate = rate
         self.shape = (head.outputs, head.features + 1)
-        self.corrections: list[np.ndarray] = []  # by step of Adam
+        self.corrections: list[np.ndarray] = []  # of Adam's means, by step
 
     @QUIET
     def solve(self, batch: Batch) -> Outcome:
@@ -208,9 +204,9 @@ class Output:
         else:
             assign(head, W)
         accuracy = math.nan if problem.regression else problem.score(S)
-        residual = problem.residual(P)
-        gradient = torch.from_numpy(residual.T.dot(W[:, :-1])).to(batch[0])
-        return Outcome(loss, accuracy, gradient)
+        residual = (P - problem.T) * problem.weighted[-1]
+        gradient = torch.from_numpy(residual.T.dot(W[:, :-1]))
+        return Outcome(loss, accuracy, gradient.to(batch[0]))
 
     @QUIET
     def refit(
@@ -241,21 +237,16 @@ class Output:
             np.multiply(g, g, out=squares)
             # NaN once squares overflow: then the training has diverged.
             means += share * (powers - means)
-            move, root = means * self._correction(count)
+            if count > len(self.corrections):
+                first = self.rate / (1 - 0.9**count)
+                second = 1 / (1 - 0.999**count)
+                self.corrections.append(np.array([[[first]], [[second]]]))
+            move, root = means * self.corrections[count - 1]
             np.sqrt(root, out=root)
             root += EPSILON
             move /= root
             W -= move
         return W
-
-    def _correction(self, count: int) -> np.ndarray:
-        """The rate, and the correction of the means for their start at zero."""
-        while len(self.corrections) < count:
-            k = len(self.corrections) + 1
-            first = self.rate / (1 - 0.9**k)
-            second = 1 / (1 - 0.999**k)
-            self.corrections.append(np.array([[[first]], [[second]]]))
-        return self.corrections[count - 1]
 
 
 def _minibatches(
