@@ -81,16 +81,17 @@ class OutputProblem:
             self.weighted *= 2 / len(self.T)
         self.moment = self.T.dot(self.weighted.T)
 
-    def rows(self, index: slice | np.ndarray) -> OutputProblem | None:
+    def rows(self, index: np.ndarray) -> OutputProblem | None:
         """The problem of some of the samples; None if all of them have no weight."""
-        total = self.share[index].sum()
+        share = self.share[index]
+        total = share.sum()
         if not total:
             return None
         problem = copy.copy(self)
-        problem.A = self.A[:, index]
-        problem.T = self.T[:, index]
-        problem.share = self.share[index] / total
-        problem.weighted = self.weighted[:, index] / total
+        problem.A = self.A.take(index, 1)
+        problem.T = self.T.take(index, 1)
+        problem.share = share / total
+        problem.weighted = self.weighted.take(index, 1) / total
         problem.moment = problem.T.dot(problem.weighted.T)
         return problem
 
@@ -255,11 +256,9 @@ def _minibatches(
     """All samples in a new order for each step of the refit, but for empty minibatches."""
     count = len(problem.share)
     for _ in range(REFIT_STEPS):
-        order = torch.randperm(count, generator=generator)
-        shuffled = problem.rows(order.numpy())
-        assert shuffled is not None
+        order = torch.randperm(count, generator=generator).numpy()
         for start in range(0, count, size):
-            minibatch = shuffled.rows(slice(start, start + size))
+            minibatch = problem.rows(order[start : start + size])
             if minibatch is not None:
                 yield minibatch
 
