@@ -113,35 +113,29 @@ class Descent:
     """
 
     def __init__(
-        self,
-        net: Any,
-        parameters: Sequence[nn.Parameter],
-        decays: Sequence[float],
+        self, net: Any, parameters: Sequence[Any], decays: Sequence[float]
     ) -> None:
         self.net = net
         self.parameters = parameters
-        self.decays = decays
-        flat = torch.cat([p.detach().flatten() for p in parameters])
-        self.flat = torch.zeros_like(flat)  # the gradient, then the step
-        self.g = numbers(self.flat)
-        self.m = numbers(torch.zeros_like(flat))  # 10 times the mean of g
-        self.v = numbers(torch.zeros_like(flat))  # 1000 times that of g^2
+        flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
+        self.flat = flat  # the gradient, then the step
+        self.g = numbers(flat)
+        # 10 times the mean of g, and 1000 times that of g^2
+        self.moments = numbers(torch.stack([flat, flat]))
         self.count = 0
-        self.values = [numbers(p) for p in parameters]
-        sizes = [p.numel() for p in parameters]
-        pieces = self.flat.split(sizes)
-        self.pieces = [
-            numbers(piece.view(p.shape))
-            for piece, p in zip(pieces, parameters, strict=True)
-        ]
+        # The values of a parameter, its part of g, and its decay.
+        self.entries: dict[Any, tuple[Any, Any, float]] = {}
+        pieces = flat.split([p.numel() for p in parameters])
+        for p, piece, decay in zip(parameters, pieces, decays, strict=True):
+            g = numbers(piece.view(p.shape))
+            self.entries[p] = (numbers(p), g, decay)
         # Stacks of weights that are parameters have a plain gradient of R_K.
         own = type(net).smoothness is not Network.smoothness
         self.plain = has_constant_step(net) and not own
         stacks = net._smooth() if self.plain else []
         self.plain &= all(isinstance(stack, nn.Parameter) for stack in stacks)
-        places = {id(p): place for place, p in enumerate(parameters)}
         # A stack can be there twice, or not be trained.
-        self.smooth = [places[id(p)] for p in stacks if id(p) in places]
+        self.stacks = [self.entries[p] for p in stacks if p in self.entries]
 
     def step(
         self, rate: float, alpha: float = 0.0, clip: float | None = None
@@ -151,43 +145,39 @@ class Descent:
             penalty = alpha * self.net.smoothness()
             if penalty.requires_grad:
                 penalty.backward()
-        gradients = []
         for p in self.parameters:
-            g = p.grad
-            if g is None:
-                g = torch.zeros_like(p)
-            gradients.append(g.reshape(-1))
-        g = self.g
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        gradients = [p.grad.reshape(-1) for p in self.parameters]
         torch.cat(gradients, out=self.flat)
         if alpha and self.plain:
             self._add_jumps(alpha * self.net.h)
+        g = self.g
         norm = math.sqrt(float(g @ g))
         if clip is not None and not norm <= clip:
             g *= clip / (norm + 1e-6)
-        updates = list(zip(self.values, self.pieces, self.decays, strict=True))
-        for values, piece, decay in updates:
+        for values, piece, decay in self.entries.values():
             if decay:
                 piece += decay * values
         self.count += 1
-        self.m *= 0.9
-        self.m += g
+        m, v = self.moments
+        m *= 0.9
+        m += g
         g *= g
-        self.v *= 0.999
-        self.v += g
+        v *= 0.999
+        v += g
         second = math.sqrt(1000 * (1 - 0.999**self.count))
-        root = self.v**0.5
+        root = v**0.5
         root += 1e-8 * second
-        g[:] = self.m / root
+        g[:] = m / root
         g *= 0.1 * rate * second / (1 - 0.9**self.count)
-        for values, piece, _ in updates:
+        for values, piece, _ in self.entries.values():
             values -= piece
         return norm
 
     def _add_jumps(self, factor: float) -> None:
         """Add the gradient of factor/2 times the squared differences between layers."""
-        for place in self.smooth:
-            values = self.values[place]
-            gradient = self.pieces[place]
+        for values, gradient, _ in self.stacks:
             jumps = values[1:] - values[:-1]
             jumps *= factor
             gradient[1:] += jumps
@@ -199,17 +189,12 @@ class Descent:
         return float(self.net.smoothness()) if hasattr(self.net, "h") else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        slots = {
-            "m": torch.as_tensor(self.m),
-            "v": torch.as_tensor(self.v),
-            "count": torch.tensor(self.count),
-        }
-        return {"state": {0: slots}}
+        moments = torch.as_tensor(self.moments)
+        return {"state": {0: {"moments": moments, "count": self.count}}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         slots = state["state"][0]
-        self.m[:] = slots["m"]
-        self.v[:] = slots["v"]
+        self.moments[:] = slots["moments"]
         self.count = int(slots["count"])
 
 
