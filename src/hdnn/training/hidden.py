@@ -141,10 +141,8 @@ class Descent:
         self, rate: float, alpha: float = 0.0, clip: float | None = None
     ) -> float:
         """Take a step; returns the norm of the gradient, before it is limited to `clip`."""
-        if alpha and hasattr(self.net, "h") and not self.plain:
-            penalty = alpha * self.net.smoothness()
-            if penalty.requires_grad:
-                penalty.backward()
+        if alpha and not self.plain:
+            self._add_penalty(alpha)
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -174,6 +172,13 @@ class Descent:
         for values, piece, _ in self.entries.values():
             values -= piece
         return norm
+
+    def _add_penalty(self, alpha: float) -> None:
+        """Add the gradient of alpha R_K by autograd."""
+        if hasattr(self.net, "h"):
+            penalty = alpha * self.net.smoothness()
+            if penalty.requires_grad:
+                penalty.backward()
 
     def _add_jumps(self, factor: float) -> None:
         """Add the gradient of factor/2 times the squared differences between layers."""
