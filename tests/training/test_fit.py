@@ -453,11 +453,29 @@ def test_a_head_without_a_loss_is_refused():
         fit(model, torch.randn(8, 2), torch.zeros(8).long())
 
 
-@pytest.mark.parametrize("net", [hdnn.H1, hdnn.H2, hdnn.networks.MS1])
-def test_a_training_without_autograd_is_that_with_autograd(net):
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("net", "options"),
+    [
+        (hdnn.H1, {}),
+        (hdnn.H1, {"tied": True}),
+        (hdnn.H1, {"sparsity": hdnn.Sparsity(R=torch.eye(2))}),
+        (
+            hdnn.H1,
+            {"J": torch.tensor([[0.0, 2.0], [-2.0, 0.0]]).kron(torch.eye(2))},
+        ),
+        (hdnn.H2, {}),
+        (hdnn.networks.MS1, {}),
+    ],
+)
+def test_a_training_without_autograd_is_that_with_autograd(
+    net, options, frozen
+):
     weights = []
     for hooked in (False, True):
-        model = make(net=net)
+        model = make(net=net, **options)
+        if frozen:
+            next(model.net.parameters()).requires_grad_(False)
         if hooked:  # runs the layers by autograd
             model.net.register_forward_hook(lambda *_: None)
         fit(model, *rows(), epochs=3, smoothness=0.1, progress=False)

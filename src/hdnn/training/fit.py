@@ -37,7 +37,7 @@ from hdnn.training.callbacks import (
     Moment,
     WellPosed,
 )
-from hdnn.training.hidden import Adam, HiddenLayers
+from hdnn.training.hidden import Descent, HiddenLayers
 from hdnn.training.output import (
     SOLVERS,
     Batch,
@@ -248,7 +248,7 @@ class _Training:
                 callback.limit_coupling(self.model)
         return chosen
 
-    def _optimizer(self) -> Adam:
+    def _optimizer(self) -> Descent:
         options = self.options
         head = set(self.head.parameters())
         free = [p for p in self.model.parameters() if p.requires_grad]
@@ -263,7 +263,8 @@ class _Training:
                 'requires_grad_() on some, or train the output layer alone with solver="joint".'
             )
         decays = [options.weight_decay] * len(self.hidden)
-        return Adam(self.trained, decays + [options.ridge] * len(output))
+        decays += [options.ridge] * len(output)
+        return Descent(self.model.net, self.trained, decays)
 
     # The loop
 
@@ -302,7 +303,7 @@ class _Training:
             if k < self.batches - 1 and self.call(moment):
                 stop = True
                 break
-        self.history.add(moments, self.layers.smoothness())
+        self.history.add(moments, self.optimizer.smoothness())
         if self.validation is not None:
             self.measure(self.validation)
         self.history.seconds += time.perf_counter() - start
@@ -315,15 +316,11 @@ class _Training:
         order = torch.randperm(len(self.y_0), generator=self.generator).to(
             self.y_0.device
         )
-        weights: Iterable[Any] = itertools.repeat(None, self.batches)
-        if self.weight is not None:
-            weights = self.weight[order].split(size)
-        return zip(
-            self.y_0[order].split(size),
-            self.t[order].split(size),
-            weights,
-            strict=True,
-        )
+        columns: list[Any] = []
+        for t in (self.y_0, self.t, self.weight):
+            empty = itertools.repeat(None)
+            columns.append(empty if t is None else t[order].split(size))
+        return zip(*columns, strict=False)
 
     def step(self, epoch: int, k: int, batch: Batch) -> Moment:
         """Solve the output layer for a minibatch, then descend in the hidden layers."""
@@ -342,11 +339,10 @@ class _Training:
         alpha = options.smoothness
         if options.smoothing == "cosine":
             alpha *= cosine(done)
-        self.layers.add_smoothness(alpha)
         rate = options.learning_rate * rate_factor(
             done, steps, options.warmup, options.schedule
         )
-        norm = self.optimizer.step(rate, options.clip)
+        norm = self.optimizer.step(rate, alpha, options.clip)
         return Moment(
             model=self.model,
             epoch=epoch + 1,

@@ -1,6 +1,6 @@
 """The hidden layers of a network in a training: states, gradients, smoothness, and Adam.
 
-A small network runs through a minibatch in some twenty microseconds, so that each call of PyTorch
+A small network runs through a minibatch in some fifty microseconds, so that each call of PyTorch
 around it counts.
 """
 
@@ -13,17 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hdnn import functional
 from hdnn.engine.run import Call, Plan, method
 from hdnn.engine.settings import current
-from hdnn.networks import Network
+from hdnn.networks import HamiltonianNet, Network
+from hdnn.networks.network import HOOKS
+from hdnn.schemes import Force
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_post_accumulate_grad_hooks",
-)
 NUMPY = (torch.float32, torch.float64)
 
 
@@ -36,29 +32,14 @@ class HiddenLayers:
 
     def __init__(self, net: Any) -> None:
         self.net = net
-        owners = [net, *net.parameters()]
-        hooked = False
-        for owner in owners:
-            for name in HOOKS:
-                hooked |= bool(getattr(owner, name, None))
         plain = getattr(net.forward, "__func__", None) is Network.forward
-        constant = isinstance(getattr(net, "h", None), float)
-        simple = plain and constant and not hooked
+        simple = plain and has_constant_step(net) and not is_hooked(net)
         self.direct = simple and bool(net.scheme.moves)
+        # V of H1 is K J^T: its gradient goes to K without autograd.
+        own = type(net).forces is HamiltonianNet.forces and not net.linked
+        self.turned = own and not net.scheme.halves
         self.plans: dict[int, Plan] = {}  # by number of samples
         self.last: tuple[Any, ...] = ()  # the last forward pass
-        self.has_smoothness = hasattr(net, "smoothness") and hasattr(net, "h")
-        # Stacks of weights that are parameters have a plain gradient of R_K: by layers, in memory.
-        self.stacks: list[tuple[nn.Parameter, Any]] = []
-        if constant and type(net).smoothness is Network.smoothness:
-            self.stacks = self._plain_stacks()
-
-    def _plain_stacks(self) -> list[tuple[nn.Parameter, Any]]:
-        """The stacks of weights in memory, if all of them are parameters."""
-        stacks: list[Any] = self.net._smooth()
-        if not all(isinstance(stack, nn.Parameter) for stack in stacks):
-            return []
-        return [(stack, numbers(stack)) for stack in stacks]
 
     def forward(self, y_0: Tensor) -> Tensor:
         """y_N (B, n) of a minibatch."""
@@ -68,12 +49,19 @@ class HiddenLayers:
             self.last = (y,)
             return y.detach()
         tensors: list[Any] = [plan.h]
-        for force in self.net.forces():
+        for force in self._forces():
             tensors += [t if t is None else t.contiguous() for t in force]
         with torch.no_grad():
             y, saved = plan.kernel.forward(y_0, tuple(tensors))
         self.last = (plan.kernel, y_0, saved, tensors)
         return y
+
+    def _forces(self) -> Sequence[Force]:
+        if not self.turned:
+            return self.net.forces()
+        K, b = self.net.stacks()
+        force = functional.turned(K.detach(), b)[0]
+        return (force._replace(K=K),)
 
     def prepare(self, y_0: Tensor) -> None:
         """Plan how one kernel runs minibatches of this size, where one does."""
@@ -99,6 +87,9 @@ class HiddenLayers:
             gradients = kernel.backward(
                 y_0, saved, g.contiguous(), tuple(tensors)
             )
+            if self.turned and gradients[4] is not None:
+                _, _, g_K, g_b, g_V = gradients
+                g_K -= functional.turned(g_V, g_b)[0].output
         computed = []
         theirs = []
         for t, gradient in zip(tensors, gradients[1:], strict=True):
@@ -112,107 +103,118 @@ class HiddenLayers:
         if computed:
             torch.autograd.backward(computed, theirs)
 
-    def add_smoothness(self, alpha: float) -> None:
-        """Add the gradient of alpha R_K, the differences between neighbouring layers."""
-        if not self.has_smoothness or alpha == 0:
-            return
-        if not self.stacks:
-            penalty = alpha * self.net.smoothness()
-            if penalty.requires_grad:
-                penalty.backward()
-        for p, values in self.stacks:
-            if p.grad is not None:
-                jumps = values[1:] - values[:-1]
-                jumps *= alpha * self.net.h
-                gradient = numbers(p.grad)
-                gradient[1:] += jumps
-                gradient[:-1] -= jumps
 
-    def smoothness(self) -> float:
-        """R_K itself."""
-        if not self.has_smoothness:
-            return 0.0
-        if not self.stacks:
-            return float(self.net.smoothness().detach())
-        total = 0.0
-        for _, values in self.stacks:
-            jumps = (values[1:] - values[:-1]).reshape(-1)
-            total += float(jumps @ jumps)
-        return 0.5 * self.net.h * total
+class Descent:
+    """Steps on the parameters, down the gradient of the loss plus alpha R_K.
 
-
-class Adam:
-    """Adam (Kingma and Ba, 2015) on all parameters as one vector.
-
-    PyTorch's own takes five times as long for the few weights of a small network. A parameter is
-    added to its gradient, times its decay, after the norm of all gradients was limited.
+    Adam (Kingma and Ba, 2015) on all parameters as one vector: PyTorch's own takes several times
+    as long for the few weights of a small network. The norm of the gradient is limited first; then
+    a parameter is added to its gradient, times its decay.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], decays: Sequence[float]
+        self, net: Any, parameters: Sequence[Any], decays: Sequence[float]
     ) -> None:
+        self.net = net
         self.parameters = parameters
-        self.decays = decays
-        self.values = [numbers(p) for p in parameters]
-        self.places: list[slice] = []  # of the parameters in the vector
-        end = 0
-        for p in parameters:
-            start = end
-            end += p.numel()
-            self.places.append(slice(start, end))
-        zeros = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
-        self.m = numbers(zeros)
-        self.v = numbers(zeros.clone())
+        flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
+        self.flat = flat  # the gradient, then the step
+        self.g = numbers(flat)
+        # 10 times the mean of g, and 1000 times that of g^2
+        self.moments = numbers(torch.stack([flat, flat]))
         self.count = 0
+        # The values of a parameter, its part of g, and its decay.
+        self.entries: dict[Any, tuple[Any, Any, float]] = {}
+        pieces = flat.split([p.numel() for p in parameters])
+        for p, piece, decay in zip(parameters, pieces, decays, strict=True):
+            g = numbers(piece.view(p.shape))
+            self.entries[p] = (numbers(p), g, decay)
+        # Stacks of weights that are parameters have a plain gradient of R_K.
+        own = type(net).smoothness is not Network.smoothness
+        self.plain = has_constant_step(net) and not own
+        stacks = net._smooth() if self.plain else []
+        self.plain &= all(isinstance(stack, nn.Parameter) for stack in stacks)
+        # A stack can be there twice, or not be trained.
+        self.stacks = [self.entries[p] for p in stacks if p in self.entries]
 
-    def step(self, rate: float, clip: float | None = None) -> float:
+    def step(
+        self, rate: float, alpha: float = 0.0, clip: float | None = None
+    ) -> float:
         """Take a step; returns the norm of the gradient, before it is limited to `clip`."""
-        pieces = []
+        if alpha and not self.plain:
+            self._add_penalty(alpha)
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            pieces.append(p.grad.reshape(-1))
-        g = numbers(torch.cat(pieces))
+        gradients = [p.grad.reshape(-1) for p in self.parameters]
+        torch.cat(gradients, out=self.flat)
+        if alpha and self.plain:
+            self._add_jumps(alpha * self.net.h)
+        g = self.g
         norm = math.sqrt(float(g @ g))
         if clip is not None and not norm <= clip:
             g *= clip / (norm + 1e-6)
-        for values, place, decay in zip(
-            self.values, self.places, self.decays, strict=True
-        ):
+        for values, piece, decay in self.entries.values():
             if decay:
-                g[place] += decay * values.reshape(-1)
+                piece += decay * values
         self.count += 1
-        self.m *= 0.9
-        self.m += 0.1 * g
+        m, v = self.moments
+        m *= 0.9
+        m += g
         g *= g
-        g *= 0.001
-        self.v *= 0.999
-        self.v += g
-        root = self.v**0.5
-        second = 1 - 0.999**self.count
-        root *= second**-0.5
-        root += 1e-8
-        move = self.m / root
-        first = 1 - 0.9**self.count
-        move *= rate / first
-        for values, place in zip(self.values, self.places, strict=True):
-            change = move[place]
-            values -= change.reshape(values.shape)
+        v *= 0.999
+        v += g
+        second = math.sqrt(1000 * (1 - 0.999**self.count))
+        root = v**0.5
+        root += 1e-8 * second
+        g[:] = m / root
+        g *= 0.1 * rate * second / (1 - 0.9**self.count)
+        for values, piece, _ in self.entries.values():
+            values -= piece
         return norm
 
+    def _add_penalty(self, alpha: float) -> None:
+        """Add the gradient of alpha R_K by autograd."""
+        if hasattr(self.net, "h"):
+            penalty = alpha * self.net.smoothness()
+            if penalty.requires_grad:
+                penalty.backward()
+
+    def _add_jumps(self, factor: float) -> None:
+        """Add the gradient of factor/2 times the squared differences between layers."""
+        for values, gradient, _ in self.stacks:
+            jumps = values[1:] - values[:-1]
+            jumps *= factor
+            gradient[1:] += jumps
+            gradient[:-1] -= jumps
+
+    @torch.no_grad()
+    def smoothness(self) -> float:
+        """R_K itself."""
+        return float(self.net.smoothness()) if hasattr(self.net, "h") else 0.0
+
     def state_dict(self) -> dict[str, Any]:
-        slots = {
-            "m": torch.as_tensor(self.m),
-            "v": torch.as_tensor(self.v),
-            "count": torch.tensor(self.count),
-        }
-        return {"state": {0: slots}}
+        moments = torch.as_tensor(self.moments)
+        return {"state": {0: {"moments": moments, "count": self.count}}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         slots = state["state"][0]
-        self.m[:] = slots["m"]
-        self.v[:] = slots["v"]
+        self.moments[:] = slots["moments"]
         self.count = int(slots["count"])
+
+
+def has_constant_step(net: Any) -> bool:
+    """True if a network has one step for all layers, which is not learned."""
+    return isinstance(getattr(net, "h", None), float)
+
+
+def is_hooked(net: nn.Module) -> bool:
+    """True if a network or a parameter has a hook."""
+    for owner in (net, *net.parameters()):
+        for name in (*HOOKS, "_post_accumulate_grad_hooks"):
+            if getattr(owner, name, None):
+                return True
+    return False
 
 
 def numbers(t: Tensor) -> Any:
