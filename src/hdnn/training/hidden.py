@@ -89,7 +89,7 @@ class HiddenLayers:
             )
             if self.turned and gradients[4] is not None:
                 _, _, g_K, g_b, g_V = gradients
-                g_K -= functional.turned(g_V, g_b)[0].output
+                g_K -= functional.turned(g_V, g_b)[0].output()
         computed = []
         theirs = []
         for t, gradient in zip(tensors, gradients[1:], strict=True):
