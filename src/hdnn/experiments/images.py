@@ -10,6 +10,7 @@ import hashlib
 import math
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,36 @@ def job_of(
     }
 
 
+def train(job: Job, data: ImageData, options: Any) -> Job:
+    """The result of one training, which continues an unfinished one."""
+    digest = hashlib.sha256(runner.key(job).encode()).hexdigest()
+    folder = options.runs / "unfinished" / digest[:16]
+    place = (job["data"], job["network"])
+    settings = {"seed": job["seed"], **job["settings"]}
+    model = recipes.image_network(*place, **settings)
+    model.to(options.device)
+    recipe = ImageRecipe(**job["recipe"])
+    left = options.end - time.monotonic()
+    history = fit_images(
+        model, data, recipe, folder=folder, resume=True, seconds=left
+    )
+    if len(history.loss) < recipe.epochs:
+        raise KeyboardInterrupt  # the minutes are over
+    if job["seed"] == 0:
+        file = options.runs / f"{job['network']}.safetensors"
+        io.save_tensors(file, model.state_dict(), {"job": job})
+    shutil.rmtree(folder)
+    scores = [100 * score for score in history.validation_score]
+    return {
+        "train": 100 * history.accuracy[-1],
+        "test": scores[-1],
+        "curve": [round(score, 2) for score in scores],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "epoch_seconds": round(history.seconds / recipe.epochs, 3),
+        "device": runner.machine(options.device),
+    }
+
+
 def run_images(
     jobs: list[Job], data: ImageData, options: Any, *keys: str
 ) -> list[dict[str, Any]]:
@@ -51,47 +82,19 @@ def run_images(
 
     It stops when the minutes are over, to be continued later.
     """
-    end = time.monotonic() + 60 * options.minutes
-
-    def work(job: Job) -> Job:
-        digest = hashlib.sha256(runner.key(job).encode()).hexdigest()
-        folder = options.runs / "unfinished" / digest[:16]
-        place = (job["data"], job["network"])
-        settings = {"seed": job["seed"], **job["settings"]}
-        model = recipes.image_network(*place, **settings)
-        model.to(options.device)
-        recipe = ImageRecipe(**job["recipe"])
-        left = end - time.monotonic()
-        history = fit_images(
-            model, data, recipe, folder=folder, resume=True, seconds=left
-        )
-        if len(history.loss) < recipe.epochs:
-            raise KeyboardInterrupt  # the minutes are over
-        if job["seed"] == 0:
-            file = options.runs / f"{job['network']}.safetensors"
-            io.save_tensors(file, model.state_dict(), {"job": job})
-        shutil.rmtree(folder)
-        scores = [100 * score for score in history.validation_score]
-        return {
-            "train": 100 * history.accuracy[-1],
-            "test": scores[-1],
-            "curve": [round(score, 2) for score in scores],
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "epoch_seconds": round(history.seconds / recipe.epochs, 3),
-            "device": runner.machine(options.device),
-        }
-
+    options.end = time.monotonic() + 60 * options.minutes
+    work = partial(train, data=data, options=options)
     rows = []
     results = runner.run_jobs(jobs, work, options.runs)
-    for cell, group in runner.grouped(results, *keys).items():
-        row = {
-            **dict(zip(keys, cell, strict=True)),
+    for row, group in runner.grouped(results, *keys):
+        columns = {name: [each[name] for each in group] for name in group[0]}
+        row |= {
             "parameters": group[0]["parameters"],
             "epochs": len(group[0]["curve"]),
-            "train": runner.summary([result["train"] for result in group]),
-            "test": runner.summary([result["test"] for result in group]),
-            "curves": [result["curve"] for result in group],
-            "epoch_seconds": min(result["epoch_seconds"] for result in group),
+            "train": runner.summary(columns["train"]),
+            "test": runner.summary(columns["test"]),
+            "curves": columns["curve"],
+            "epoch_seconds": min(columns["epoch_seconds"]),
             "device": group[0]["device"],
         }
         rows.append(row)

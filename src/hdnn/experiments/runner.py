@@ -176,13 +176,16 @@ def _read(path: Path) -> dict[str, Job]:
 
 def grouped(
     results: Iterable[tuple[Job, Job]], *keys: str
-) -> dict[tuple[Any, ...], list[Job]]:
-    """The results of jobs that agree in these keys, by their values."""
+) -> list[tuple[dict[str, Any], list[Job]]]:
+    """The values of these keys, and the results of all jobs that agree in them."""
     groups: dict[tuple[Any, ...], list[Job]] = {}
     for job, result in results:
         cell = tuple(job[key] for key in keys)
         groups.setdefault(cell, []).append(result)
-    return groups
+    return [
+        (dict(zip(keys, cell, strict=True)), group)
+        for cell, group in groups.items()
+    ]
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
