@@ -142,41 +142,16 @@ def train(job: Job, run: Run, values: Mapping[str, Any]) -> dict[str, Any]:
         values: options of the command: resume, overwrite, quiet, json.
     """
     start = time.perf_counter()
-    options = job.config.options()
     resume = "resume" in values
     overwrite = "overwrite" in values
+    options = job.config.options()
     with run.opened(options, resume=resume, overwrite=overwrite):
         quiet = "quiet" in values or "json" in values
-        history = job.fit(run.training_folder, not quiet)
-        data = job.data
-        model = job.model.to("cpu")
-        certificate = None
-        with suppress(OptionError):  # no Hamiltonian layers
-            certificate = analysis.certify(
-                job.certified or model,
-                data.points,
-                samples=data.samples,
-                points=data.place,
-            )
-        io.save(model, run.model_file, note=data.note())
-        metrics = {
-            "run": str(run.folder),
-            **options,
-            "network": repr(getattr(model, "net", model)).partition("\n")[0],
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "common": data.common,
-            **data.facts,
-            **job.facts,
-        }
-        for part, (x, t) in data.parts.items():
-            metrics |= data.scores(part, outputs(model, x), t)
-        pictures = draw(job, history, certificate, run.folder)
+        metrics = job.run(run.training_folder, not quiet)
+        io.save(job.model, run.model_file, note=job.data.note())
         metrics |= {
-            "epochs": len(history.loss),
-            "training_seconds": round(history.seconds, 2),
-            "history": history.curves(),
-            "certificate": certificate and certificate.to_dict(),
-            "pictures": pictures,
+            "run": str(run.folder),
+            "pictures": draw(job, run.folder),
             "versions": {"hdnn": __version__, "torch": torch.__version__},
             "seconds": round(time.perf_counter() - start, 2),
         }
@@ -209,7 +184,7 @@ class Data:
         place: what a certificate calls them.
         samples: the most points to certify at.
         common: the most frequent label of the training rows, or their mean.
-        source: points of the plane, rows of a file to train on, or images.
+        source: points of the plane, or images.
         facts: the task and the numbers of rows, for the metrics.
     """
 
@@ -222,16 +197,6 @@ class Data:
     common: float = 0
     source: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
-
-    def project(self, directions: Any) -> None:
-        """See the inputs of a wide table in fewer directions."""
-        if directions is None or self.points is None:
-            return
-        self.encoder.directions = directions
-        D = torch.tensor(directions).T
-        for part, (x, t) in self.parts.items():
-            self.parts[part] = (x @ D, t)
-        self.points = self.points @ D
 
     def note(self) -> dict[str, Any] | None:
         """The columns, which the file of the model remembers."""
@@ -260,7 +225,7 @@ class Data:
 
 
 def rows_to_learn(
-    rows: Sequence[Tensor], encoder: Any, target: Any, source: Any
+    rows: Sequence[Tensor], encoder: Any, target: Any, source: Any = None
 ) -> Data:
     """Data of encoded rows: x and t to train on, x and t to test with."""
     x, t, x_test, t_test = rows
@@ -287,15 +252,21 @@ def rows_to_learn(
     return data
 
 
-def load(config: Any) -> Data:
+def load(config: Any, learn: Any = None) -> Data:
     """Read or compute the rows of a config, on the CPU."""
     if config.data in planar.SETS:
         return load_points(config.data, config.seed)
-    return load_table(config)
+    return load_table(config, learn)
 
 
-def load_table(config: Any) -> Data:
-    """The rows of a file; columns are learned from the rows to train on."""
+def load_table(config: Any, learn: Any = None) -> Data:
+    """The rows of a file.
+
+    Args:
+        config: with the file, its target and the fraction of its rows to test with.
+        learn: gets the rows to train on, their targets and what is known of these; returns an
+            encoder of the columns.
+    """
     from hdnn.data import tables
 
     frame = tables.read(config.data)
@@ -309,18 +280,21 @@ def load_table(config: Any) -> Data:
     train, test = tables.hold_out(
         labels, share, config.seed, classes=bool(target.classes)
     )
-    encoder = tables.Encoder.fit(
-        inputs.iloc[train], categorical=config.categorical
-    )
     if not target.classes:  # its units are those of the training rows
         target = tables.Target.fit(
             frame.iloc[train], config.target, "regression"
         )
         labels = target.encode(frame)[:, None]
+    rows = inputs.iloc[train]
+    if learn is None:
+        encoder = tables.Encoder.fit(rows, categorical=config.categorical)
+    else:
+        encoder = learn(rows, labels[train], target)
     x = torch.from_numpy(encoder.transform(inputs, "float32"))
     t = torch.from_numpy(labels)
-    rows = (x[train], t[train], x[test], t[test])
-    return rows_to_learn(rows, encoder, target, inputs.iloc[train])
+    return rows_to_learn(
+        (x[train], t[train], x[test], t[test]), encoder, target
+    )
 
 
 def load_points(name: str, seed: int) -> Data:
@@ -344,10 +318,12 @@ class Job:
 
     Attributes:
         certified: the module to certify, if it is not the model.
+        certificate: None if there are no layers to certify.
         facts: further metrics.
     """
 
     certified: Any = None
+    certificate: Any = None
 
     def __init__(self, config: PlaneConfig) -> None:
         options = {**PLANAR, **config.options()}
@@ -375,6 +351,37 @@ class Job:
         head = SigmoidHead(net.features, generator=generator)
         return Model(Augment(2, net.features), net, head)
 
+    def run(self, folder: Path, progress: bool) -> dict[str, Any]:
+        """Fit, certify and score the model; the metrics."""
+        history = self.fit(folder, progress)
+        self.history = history
+        data = self.data
+        model = self.model.to("cpu")
+        with suppress(OptionError):  # no Hamiltonian layers
+            self.certificate = analysis.certify(
+                self.certified or model,
+                data.points,
+                samples=data.samples,
+                points=data.place,
+            )
+        metrics = {
+            **self.config.options(),
+            "network": repr(getattr(model, "net", model)).partition("\n")[0],
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "common": data.common,
+            **data.facts,
+            **self.facts,
+        }
+        for part, (x, t) in data.parts.items():
+            metrics |= data.scores(part, outputs(model, x), t)
+        return metrics | {
+            "epochs": len(history.loss),
+            "best_epoch": history.best_epoch,
+            "training_seconds": round(history.seconds, 2),
+            "history": history.curves(),
+            "certificate": self.certificate and self.certificate.to_dict(),
+        }
+
     def fit(self, folder: Path, progress: bool) -> History:
         from hdnn.data.tables import hold_out
 
@@ -388,9 +395,10 @@ class Job:
                 labels, config.validation, config.seed, classes=True
             )
             options["validation"] = (x[held], t[held])
+            self.facts["validation_rows"] = len(held)
             x = x[train]
             t = t[train]
-        history = fit(
+        return fit(
             self.model,
             x,
             t,
@@ -401,44 +409,38 @@ class Job:
             progress=progress,
             **options,
         )
-        self.note_best(options, history)
-        return history
-
-    def note_best(self, options: Mapping[str, Any], history: History) -> None:
-        """Add the held-out rows and the best epoch to the metrics."""
-        if "validation" in options:
-            self.facts["validation_rows"] = len(options["validation"][0])
-            self.facts["best_epoch"] = history.best_epoch
 
 
 class TableJob(Job):
     """A training on a file: that of the estimators, with a folder."""
 
     def __init__(self, config: TableConfig) -> None:
-        config = replace(config, device=find_device(config.device))
+        self.config = replace(config, device=find_device(config.device))
         self.facts = {}
-        self.data = load_table(config)
-        self.estimator = estimator(config, self.data.target.classes)
-        labels = self.data.truth(self.data.parts["train"][1])
-        rows = self.estimator._read(self.data.source, labels, None)
-        choice = self.estimator._choose(rows)
-        self.rows = self.estimator._model_for(rows, choice)
-        self.choice = choice
+        self.data = load_table(config, self.learn)
         self.model = self.estimator.model_
-        self.data.project(self.estimator.encoder_.directions)
-        if choice.decay is None:
-            self.data.encoder.notes.append(
-                "a linear model does better on held-out rows: the network is kept small."
-            )
         options = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
         options["features"] = self.model.net.features
         if config.network == "mlp":
             options["T"] = None
         options["data"] = os.path.abspath(config.data)
         options["task"] = self.data.target.task
-        options["weight_decay"] = choice.decay
-        self.config = replace(config, **options)
+        options["weight_decay"] = self.choice.decay
+        self.config = replace(self.config, **options)
         self.data.samples = samples_for(self.model)
+
+    def learn(self, frame: Any, labels: np.ndarray, target: Any) -> Any:
+        """Choose and make a model; the encoder of its inputs."""
+        self.estimator = estimator(self.config, target.classes)
+        if not target.classes:
+            labels = target.decode(labels[:, 0])
+        self.rows, self.choice = self.estimator._prepare(frame, labels)
+        encoder = self.estimator.encoder_
+        if self.choice.decay is None:
+            encoder.notes.append(
+                "a linear model does better on held-out rows: the network is kept small."
+            )
+        return encoder
 
     def fit(self, folder: Path, progress: bool) -> History:
         config = self.config
@@ -449,18 +451,19 @@ class TableJob(Job):
         if config.validation:
             rows, held = self.estimator._hold_out(rows, config.validation)
             options["validation"] = held
-        options |= {
-            "folder": folder,
-            "resume": True,
-            "progress": progress,
-        }
+            self.facts["validation_rows"] = len(held[0])
         history = self.estimator._train(
-            self.model, rows, self.choice, **options
+            self.model,
+            rows,
+            self.choice,
+            folder=folder,
+            resume=True,
+            progress=progress,
+            **options,
         )
         self.model.double()
         points: Any = self.data.points
         self.data.points = points.double()
-        self.note_best(options, history)
         return history
 
 
@@ -573,18 +576,17 @@ JOBS: dict[type, Any] = {
 # Results
 
 
-def draw(
-    job: Job, history: History, certificate: Any, folder: Path
-) -> list[str]:
+def draw(job: Job, folder: Path) -> list[str]:
     """Write the pictures of a job as PNG files; none where matplotlib is missing."""
     try:
         require("matplotlib", extra="plot")
     except MissingExtraError:
         return []
-    axes = {"training": plotting.training_history(history)}
+    axes = {"training": plotting.training_history(job.history)}
     points = job.data.source
     if isinstance(points, planar.PlanarData) and job.certified is None:
         axes["decision_regions"] = plotting.decision_regions(job.model, points)
+    certificate = job.certificate
     if certificate is not None and (certificate.by_layer or certificate.parts):
         axes["norms"] = certificate.plot()
     for name, ax in axes.items():
