@@ -94,7 +94,7 @@ MANY = 1000
 FEW = 20
 
 
-def plan(values: Mapping[str, Any]) -> list[tuple[Config, Run]]:
+def plan(values: Mapping[str, Any]) -> list[tuple[Any, Run]]:
     """The config and the folder of each run, all of them checked before the first one starts."""
     options = dict(values)
     if "config" in options:

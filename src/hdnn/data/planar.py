@@ -140,5 +140,11 @@ def _make(
     dtype = dtype or torch.get_default_dtype()
     x = x[order].to(device=device, dtype=dtype)
     t = torch.cat(ts)[order].to(device)
-    rows = [part.contiguous() for part in (x[::2], t[::2], x[1::2], t[1::2])]
-    return PlanarData(name, *rows, domain)
+    return PlanarData(
+        name,
+        x[::2].contiguous(),
+        t[::2].contiguous(),
+        x[1::2].contiguous(),
+        t[1::2].contiguous(),
+        domain,
+    )
