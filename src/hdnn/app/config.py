@@ -142,8 +142,8 @@ class FileOptions:
     drop: list[str] = many("columns to leave out")  # noqa: RUF009
     categorical: list[str] = many("columns whose numbers are categories")  # noqa: RUF009
     task: str = option("auto (default), classification or regression", "auto")
-    test_fraction: float | None = option(
-        "fraction of the rows to test with (default: 0.2)"
+    test_fraction: float = option(
+        "fraction of the rows to test with (default: 0.2)", 0.2
     )
 
 

@@ -170,7 +170,7 @@ class GraphJob(Job):
         with Progress("epoch", self.config.epochs or 50) as line:
 
             def tell(news: dict[str, Any]) -> None:
-                if progress and "epoch" in news:
+                if progress:
                     line.update(news["epoch"], f"loss {news['loss']:.4f}")
 
             options = self.options(folder)
@@ -182,8 +182,8 @@ class GraphJob(Job):
             self.data.place = "random states"
         seconds = results.pop("seconds")
         history = History(**results.pop("history"), seconds=seconds)
-        names = set(results) - set(self.config.options()) - {"model"}
-        self.facts = {name: results[name] for name in sorted(names)}
+        results.pop("model", None)
+        self.facts = results
         return history
 
 

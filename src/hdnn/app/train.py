@@ -276,9 +276,11 @@ def load_table(config: Any, learn: Any = None) -> Data:
             raise OptionError(f"--drop: {config.data} has no column {name!r}.")
     inputs = frame.drop(columns=[target.name, *config.drop])
     labels = target.encode(frame)
-    share = 0.2 if config.test_fraction is None else config.test_fraction
     train, test = tables.hold_out(
-        labels, share, config.seed, classes=bool(target.classes)
+        labels,
+        config.test_fraction,
+        config.seed,
+        classes=bool(target.classes),
     )
     if not target.classes:  # its units are those of the training rows
         target = tables.Target.fit(
@@ -365,12 +367,12 @@ class Job:
                 points=data.place,
             )
         metrics = {
+            **self.facts,
             **self.config.options(),
             "network": repr(getattr(model, "net", model)).partition("\n")[0],
             "parameters": sum(p.numel() for p in model.parameters()),
             "common": data.common,
             **data.facts,
-            **self.facts,
         }
         for part, (x, t) in data.parts.items():
             metrics |= data.scores(part, outputs(model, x), t)
