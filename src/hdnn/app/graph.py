@@ -66,15 +66,14 @@ def join(values: Mapping[str, Any]) -> dict[str, Any]:
     return job.start(job.graph, config.data, **job.options(run.training_folder))
 
 
-def plan(values: Mapping[str, Any]) -> tuple[GraphConfig, Run]:
+def plan(values: Mapping[str, Any]) -> tuple[Any, Run]:
     """The config and the folder of a run: a new one, or the one to resume."""
     options = all_options(LaunchOptions, RunOptions)
     own = {k: v for k, v in values.items() if k not in options}
     out = values.get("out")
     if "resume" in values and out is not None and Run(out).exists:
         run = Run(out)
-        run.check_same(own)
-        return GraphConfig.build(run.options()), run
+        return run.config(own), run
     graph = read_graph(values)
     graph.check()
     config = GraphConfig.build({**own, "graph": graph.table()})

@@ -41,7 +41,6 @@ from hdnn.app.scores import (
 )
 from hdnn.data import ImageData, load_cifar10, load_mnist, planar
 from hdnn.errors import (
-    CheckpointError,
     MissingExtraError,
     OptionError,
     choose,
@@ -105,11 +104,8 @@ def plan(values: Mapping[str, Any]) -> list[tuple[Any, Run]]:
     count = positive_int("seeds", options.get("seeds", 1))
     if "resume" in options and out is not None and count == 1:
         run = Run(out)
-        if run.exists:
-            run.check_same(own)
-            return [(run.config(), run)]
-        if not own:
-            raise CheckpointError(f"there is no run in {out} to resume.")
+        if run.exists or not own:
+            return [(run.config(own), run)]
     first = own.get("seed", 0)
     jobs = []
     for seed in range(first, first + count):

@@ -207,16 +207,6 @@ def reached(value: float, paper: float) -> bool:
     return value >= paper - EPS
 
 
-def spread(values: Mapping[str, Any]) -> str:
-    """Mean and standard deviation over seeds."""
-    return f"{values['mean']:.2f} ± {values['std']:.2f}"
-
-
-def extremes(values: Mapping[str, Any]) -> str:
-    """Worst and best over seeds."""
-    return f"({values['worst']:.2f} to {values['best']:.2f})"
-
-
 def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
     """How many of these rows have `what` at or above the paper's figure, in words.
 
@@ -246,7 +236,8 @@ def grid(
         columns[name] = f"{{{name}}}"
         paper = row["paper"]
         mark = "**" if reached(row[what], paper) else ""
-        text = f"{mark}{spread(row)}{mark} {extremes(row)} [{paper:g}]"
+        text = f"{mark}{row['mean']:.2f} ± {row['std']:.2f}{mark} "
+        text += f"({row['worst']:.2f} to {row['best']:.2f}) [{paper:g}]"
         if "T" in row:
             text += f", {row['T']:.2g}"
         if row.get("failed"):
