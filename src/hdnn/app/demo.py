@@ -31,12 +31,9 @@ def run(options: Mapping[str, Any], *, quiet: bool) -> dict[str, Any]:
     if pictures:
         draw({"H2": h2, "perceptron": perceptron}, folder.folder)
         pictures.append(PICTURE)
-    certificate = result["certificate"]
     return {
         **result,
-        "smallest_bsm_norm": certificate["smallest_norm"],
-        "largest_bsm_norm": certificate["largest_norm"],
-        "symplectic_defect": certificate["symplectic_defect"],
+        "smallest_bsm_norm": result["certificate"]["smallest_norm"],
         "pictures": pictures,
         "perceptron_accuracy": rival["test_accuracy"],
         "perceptron_norm": rival["certificate"]["by_layer"]["largest"][0],

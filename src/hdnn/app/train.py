@@ -178,7 +178,6 @@ class Data:
         encoder: how columns become inputs.
         points: inputs to certify the model at; None for random states.
         place: what a certificate calls them.
-        samples: the most points to certify at.
         common: the most frequent label of the training rows, or their mean.
         source: points of the plane, or images.
         facts: the task and the numbers of rows, for the metrics.
@@ -189,7 +188,6 @@ class Data:
     encoder: Any = None
     points: Tensor | None = None
     place: str = "random states"
-    samples: int = FEW
     common: float = 0
     source: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -329,10 +327,8 @@ class Job:
             options["T"] = config.T
         options["device"] = find_device(config.device)
         self.config: Any = replace(config, **options)
-        self.facts: dict[str, Any] = {}
         self.data = load(config)
         self.model: Any = self.build()
-        self.data.samples = samples_for(self.model)
 
     def build(self) -> Model:
         """A new model of the config's network."""
@@ -351,21 +347,24 @@ class Job:
 
     def run(self, folder: Path, progress: bool) -> dict[str, Any]:
         """Fit, certify and score the model; the metrics."""
+        self.facts: dict[str, Any] = {}
         history = self.fit(folder, progress)
         self.history = history
         data = self.data
         model = self.model.to("cpu")
+        net = getattr(model, "net", None)
+        small = getattr(net, "features", MANY) <= SMALL
         with suppress(OptionError):  # no Hamiltonian layers
             self.certificate = analysis.certify(
                 self.certified or model,
                 data.points,
-                samples=data.samples,
+                samples=MANY if small else FEW,
                 points=data.place,
             )
         metrics = {
             **self.facts,
             **self.config.options(),
-            "network": repr(getattr(model, "net", model)).partition("\n")[0],
+            "network": repr(net or model).partition("\n")[0],
             "parameters": sum(p.numel() for p in model.parameters()),
             "common": data.common,
             **data.facts,
@@ -414,7 +413,6 @@ class TableJob(Job):
 
     def __init__(self, config: TableConfig) -> None:
         self.config = replace(config, device=find_device(config.device))
-        self.facts = {}
         self.data = load_table(config, self.learn)
         self.model = self.estimator.model_
         options = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
@@ -425,7 +423,6 @@ class TableJob(Job):
         options["task"] = self.data.target.task
         options["weight_decay"] = self.choice.decay
         self.config = replace(self.config, **options)
-        self.data.samples = samples_for(self.model)
 
     def learn(self, frame: Any, labels: np.ndarray, target: Any) -> Any:
         """Choose and make a model; the encoder of its inputs."""
@@ -463,11 +460,6 @@ class TableJob(Job):
         points: Any = self.data.points
         self.data.points = points.double()
         return history
-
-
-def samples_for(model: Any) -> int:
-    """The number of points to certify a model at."""
-    return MANY if model.net.features <= SMALL else FEW
 
 
 def pick(config: Config, names: Sequence[str]) -> dict[str, Any]:
@@ -548,7 +540,6 @@ class ImageJob(Job):
         self.config = replace(
             config, device=device, epochs=epochs, layers=layers
         )
-        self.facts = {}
         self.data = test_images(images)
 
     def fit(self, folder: Path, progress: bool) -> History:
