@@ -6,7 +6,6 @@ model, and can `fit`. Everything else is the same for all kinds, and is `train`.
 
 from __future__ import annotations
 
-import io as byte_io
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -571,7 +570,7 @@ def draw(job: Job, folder: Path) -> list[str]:
         require("matplotlib", extra="plot")
     except MissingExtraError:
         return []
-    axes = {"training": plotting.training_history(job.history)}
+    axes: dict[str, Any] = {"training": plotting.training_history(job.history)}
     points = job.data.source
     if isinstance(points, planar.PlanarData) and job.certified is None:
         axes["decision_regions"] = plotting.decision_regions(job.model, points)
@@ -579,15 +578,8 @@ def draw(job: Job, folder: Path) -> list[str]:
     if certificate is not None and (certificate.by_layer or certificate.parts):
         axes["norms"] = certificate.plot()
     for name, ax in axes.items():
-        write_picture(ax.figure, folder / f"{name}.png")
+        ax.figure.savefig(folder / f"{name}.png", dpi=120)
     return [f"{name}.png" for name in axes]
-
-
-def write_picture(figure: Any, file: Path) -> None:
-    """Write a figure of matplotlib as a PNG file."""
-    content = byte_io.BytesIO()
-    figure.canvas.print_figure(content, format="png", dpi=120)
-    io.write_atomically(file, content.getvalue())
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -292,9 +292,7 @@ class Training:
             for k, index in enumerate(batches):
                 done = (self.epoch + k / len(batches)) / epochs
                 results.append(self.step(index, done, steps))
-            losses, accuracies = zip(*results, strict=True)
-            loss = fmean(losses)
-            accuracy = fmean(accuracies)
+            loss, accuracy = map(fmean, zip(*results, strict=True))
             self.history["loss"].append(loss)
             self.history["accuracy"].append(accuracy)
             self.epoch += 1
