@@ -332,15 +332,9 @@ class Job:
     def build(self) -> Model:
         """A new model of the config's network."""
         generator = torch.Generator().manual_seed(self.config.seed)
-        options = {k: getattr(self.config, k) for k in NETWORK_OPTIONS}
-        if options["T"] is None:
-            del options["T"]
         network = BY_NAME[choose("network", self.config.network, BY_NAME)]
-        net = network(
-            init="paper",
-            generator=generator,
-            **options,
-        )
+        options = pick(self.config, NETWORK_OPTIONS)
+        net = network(init="paper", generator=generator, **options)
         head = SigmoidHead(net.features, generator=generator)
         return Model(Augment(2, net.features), net, head)
 
@@ -384,7 +378,7 @@ class Job:
         config = self.config
         self.model.to(config.device)
         x, t = (part.to(config.device) for part in self.data.parts["train"])
-        options = {k: getattr(config, k) for k in (*FIT_OPTIONS, "solver")}
+        options = pick(config, (*FIT_OPTIONS, "solver"))
         if config.validation:
             labels = t.numpy(force=True)
             train, held = hold_out(

@@ -56,10 +56,7 @@ class Messages:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        store: Any = None,
-        timeout: float = 60.0,
+        self, plan: Plan, store: Any = None, timeout: float = 60.0
     ) -> None:
         self.plan = plan
         self.store = store
@@ -213,31 +210,26 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     wait = timedelta(seconds=timeout)
-    met: list[Any] = []
+    stores: list[Any] = []
 
     def meet() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            store, *_ = next(rendezvous("env://", timeout=wait))
-            met.append(store)
+            stores.extend(next(rendezvous("env://", timeout=wait)))
 
     # A thread, because PyTorch waits forever for a listener that accepts and never answers.
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
     thread.join(timeout)
-    if not met:
+    if not stores:
         host = os.environ.get("MASTER_ADDR", "?")
         port = os.environ.get("MASTER_PORT", "?")
         raise LostError(
             f"rendezvous of {size} processes at {host}:{port} failed in {timeout:g} s."
         )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"hdnn-{attempt}", met[0])
+    store = PrefixStore(f"hdnn-{attempt}", stores[0])
     dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=wait,
+        "gloo", store=store, rank=rank, world_size=size, timeout=wait
     )
     return Messages(plan, store, timeout)
 

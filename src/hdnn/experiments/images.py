@@ -148,7 +148,7 @@ def table_three(options: Any) -> Result:
     with engine.use(precision="tf32"):
         results = run_images(jobs, data, options, "by", "network", "layers")
     for row in results:
-        network = "h1" if row["network"] == "h2" else row["network"]
+        network = row["network"].replace("h2", "h1")
         paper = TABLE_III.get((network, row["layers"]), NO_PAPER)
         target = CONVOLUTION if paper is NO_PAPER else paper[1]
         reached = runner.reached(row["test"]["mean"], target)
@@ -271,14 +271,7 @@ def draw_curves(rows: list[dict[str, Any]]) -> Any:
         line = {"color": colour, "linestyle": style["linestyle"]}
         ax.plot(epochs, mean, label=label, **line)
         low, high = curves.aminmax(dim=0)
-        ax.fill_between(
-            epochs,
-            low,
-            high,
-            color=colour,
-            alpha=0.2,
-            linewidth=0,
-        )
+        ax.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0)
     ax.grid(alpha=0.3)
     ax.set_ylim(60, 100)
     return finish(ax, 2, xlabel="epoch", ylabel="accuracy in %").figure
