@@ -10,6 +10,7 @@ from typing import Any
 
 from hdnn import plotting
 from hdnn.app import train
+from hdnn.app.runs import Run
 from hdnn.app.scores import lines, score_text
 from hdnn.plotting import new_figure
 
@@ -26,7 +27,7 @@ def run(options: Mapping[str, Any], *, quiet: bool) -> dict[str, Any]:
     result = train.train(h2, folder, values)
     perceptron = train.Job(replace(config, network="mlp"))
     with TemporaryDirectory() as place:
-        rival = perceptron.run(Path(place), not quiet)
+        rival = train.train(perceptron, Run(place), values, pictures=False)
     pictures = list(result["pictures"])
     if pictures:
         draw({"H2": h2, "perceptron": perceptron}, folder.folder)

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -128,13 +129,16 @@ def check_folders(runs: list[Run], options: Mapping[str, Any]) -> None:
             run.check_free()
 
 
-def train(job: Job, run: Run, values: Mapping[str, Any]) -> dict[str, Any]:
+def train(
+    job: Job, run: Run, values: Mapping[str, Any], pictures: bool = True
+) -> dict[str, Any]:
     """Train, certify and write one run.
 
     Args:
         job: the training.
         run: its folder.
         values: options of the command: resume, overwrite, quiet, json.
+        pictures: draw them.
     """
     start = time.perf_counter()
     resume = "resume" in values
@@ -142,11 +146,40 @@ def train(job: Job, run: Run, values: Mapping[str, Any]) -> dict[str, Any]:
     options = job.config.options()
     with run.opened(options, resume=resume, overwrite=overwrite):
         quiet = "quiet" in values or "json" in values
-        metrics = job.run(run.training_folder, not quiet)
-        io.save(job.model, run.model_file, note=job.data.note())
-        metrics |= {
+        history = job.fit(run.training_folder, not quiet)
+        data = job.data
+        model = job.model.to("cpu")
+        net = getattr(model, "net", None)
+        small = getattr(net, "features", MANY) <= SMALL
+        certificate = None
+        with suppress(OptionError):  # no Hamiltonian layers
+            certificate = analysis.certify(
+                job.certified or model,
+                data.points,
+                samples=MANY if small else FEW,
+                points=data.place,
+            )
+        job.history = history
+        job.certificate = certificate
+        io.save(model, run.model_file, note=data.note())
+        metrics = {
+            **job.facts,
             "run": str(run.folder),
-            "pictures": draw(job, run.folder),
+            **options,
+            "network": repr(net or model).partition("\n")[0],
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "common": data.common,
+            **data.facts,
+        }
+        for part, (x, t) in data.parts.items():
+            metrics |= data.scores(part, outputs(model, x), t)
+        metrics |= {
+            "epochs": len(history.loss),
+            "best_epoch": history.best_epoch,
+            "training_seconds": round(history.seconds, 2),
+            "history": history.curves(),
+            "certificate": certificate and certificate.to_dict(),
+            "pictures": draw(job, run.folder) if pictures else [],
             "versions": {"hdnn": __version__, "torch": torch.__version__},
             "seconds": round(time.perf_counter() - start, 2),
         }
@@ -245,51 +278,62 @@ def rows_to_learn(
     return data
 
 
-def load(config: Any, learn: Any = None) -> Data:
-    """Read or compute the rows of a config, on the CPU."""
+def load(config: Any, encoder: Any = None) -> Data:
+    """Read or compute the rows of a config, on the CPU; an encoder of a file is learned if None."""
     if config.data in planar.SETS:
         return load_points(config.data, config.seed)
-    return load_table(config, learn)
+    table = Table.read(config)
+    if encoder is None:
+        from hdnn.data.tables import Encoder
+
+        rows = table.inputs.iloc[table.train]
+        encoder = Encoder.fit(rows, categorical=config.categorical)
+    return table.encoded(encoder)
 
 
-def load_table(config: Any, learn: Any = None) -> Data:
-    """The rows of a file.
+class Table(NamedTuple):
+    """Columns of a file and their targets, with the rows to train on and to test with."""
 
-    Args:
-        config: with the file, its target and the fraction of its rows to test with.
-        learn: gets the rows to train on, their targets and what is known of these; returns an
-            encoder of the columns.
-    """
-    from hdnn.data import tables
+    inputs: Any
+    labels: np.ndarray
+    target: Any
+    train: Any
+    test: Any
 
-    frame = tables.read(config.data)
-    target = tables.Target.fit(frame, config.target, config.task)
-    for name in config.drop:
-        if name not in frame.columns:
-            raise OptionError(f"--drop: {config.data} has no column {name!r}.")
-    inputs = frame.drop(columns=[target.name, *config.drop])
-    labels = target.encode(frame)
-    train, test = tables.hold_out(
-        labels,
-        config.test_fraction,
-        config.seed,
-        classes=bool(target.classes),
-    )
-    if not target.classes:  # its units are those of the training rows
-        target = tables.Target.fit(
-            frame.iloc[train], config.target, "regression"
+    @classmethod
+    def read(cls, config: Any) -> Table:
+        """The table of the file that a config names."""
+        from hdnn.data import tables
+
+        frame = tables.read(config.data)
+        target = tables.Target.fit(frame, config.target, config.task)
+        for name in config.drop:
+            if name not in frame.columns:
+                raise OptionError(
+                    f"--drop: {config.data} has no column {name!r}."
+                )
+        inputs = frame.drop(columns=[target.name, *config.drop])
+        labels = target.encode(frame)
+        train, test = tables.hold_out(
+            labels,
+            config.test_fraction,
+            config.seed,
+            classes=bool(target.classes),
         )
-        labels = target.encode(frame)[:, None]
-    rows = inputs.iloc[train]
-    if learn is None:
-        encoder = tables.Encoder.fit(rows, categorical=config.categorical)
-    else:
-        encoder = learn(rows, labels[train], target)
-    x = torch.from_numpy(encoder.transform(inputs, "float32"))
-    t = torch.from_numpy(labels)
-    return rows_to_learn(
-        (x[train], t[train], x[test], t[test]), encoder, target
-    )
+        if not target.classes:  # its units are those of the training rows
+            target = tables.Target.fit(
+                frame.iloc[train], config.target, "regression"
+            )
+            labels = target.encode(frame)[:, None]
+        return cls(inputs, labels, target, train, test)
+
+    def encoded(self, encoder: Any) -> Data:
+        """The rows as an encoder gives them."""
+        x = torch.from_numpy(encoder.transform(self.inputs, "float32"))
+        t = torch.from_numpy(self.labels)
+        train = (x[self.train], t[self.train])
+        test = (x[self.test], t[self.test])
+        return rows_to_learn((*train, *test), encoder, self.target)
 
 
 def load_points(name: str, seed: int) -> Data:
@@ -313,12 +357,15 @@ class Job:
 
     Attributes:
         certified: the module to certify, if it is not the model.
+        facts: further metrics, of the training.
+        history: of the training.
         certificate: None if there are no layers to certify.
-        facts: further metrics.
     """
 
     certified: Any = None
-    certificate: Any = None
+    facts: Mapping[str, Any] = MappingProxyType({})
+    history: History
+    certificate: Any
 
     def __init__(self, config: PlaneConfig) -> None:
         options = {**PLANAR, **config.options()}
@@ -338,40 +385,6 @@ class Job:
         head = SigmoidHead(net.features, generator=generator)
         return Model(Augment(2, net.features), net, head)
 
-    def run(self, folder: Path, progress: bool) -> dict[str, Any]:
-        """Fit, certify and score the model; the metrics."""
-        self.facts: dict[str, Any] = {}
-        history = self.fit(folder, progress)
-        self.history = history
-        data = self.data
-        model = self.model.to("cpu")
-        net = getattr(model, "net", None)
-        small = getattr(net, "features", MANY) <= SMALL
-        with suppress(OptionError):  # no Hamiltonian layers
-            self.certificate = analysis.certify(
-                self.certified or model,
-                data.points,
-                samples=MANY if small else FEW,
-                points=data.place,
-            )
-        metrics = {
-            **self.facts,
-            **self.config.options(),
-            "network": repr(net or model).partition("\n")[0],
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "common": data.common,
-            **data.facts,
-        }
-        for part, (x, t) in data.parts.items():
-            metrics |= data.scores(part, outputs(model, x), t)
-        return metrics | {
-            "epochs": len(history.loss),
-            "best_epoch": history.best_epoch,
-            "training_seconds": round(history.seconds, 2),
-            "history": history.curves(),
-            "certificate": self.certificate and self.certificate.to_dict(),
-        }
-
     def fit(self, folder: Path, progress: bool) -> History:
         from hdnn.data.tables import hold_out
 
@@ -385,7 +398,7 @@ class Job:
                 labels, config.validation, config.seed, classes=True
             )
             options["validation"] = (x[held], t[held])
-            self.facts["validation_rows"] = len(held)
+            self.facts = {"validation_rows": len(held)}
             x = x[train]
             t = t[train]
         return fit(
@@ -405,30 +418,32 @@ class TableJob(Job):
     """A training on a file: that of the estimators, with a folder."""
 
     def __init__(self, config: TableConfig) -> None:
-        self.config = replace(config, device=find_device(config.device))
-        self.data = load_table(config, self.learn)
-        self.model = self.estimator.model_
-        options = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
-        options["features"] = self.model.net.features
-        if config.network == "mlp":
-            options["T"] = None
-        options["data"] = os.path.abspath(config.data)
-        options["task"] = self.data.target.task
-        options["weight_decay"] = self.choice.decay
-        self.config = replace(self.config, **options)
-
-    def learn(self, frame: Any, labels: np.ndarray, target: Any) -> Any:
-        """Choose and make a model; the encoder of its inputs."""
-        self.estimator = estimator(self.config, target.classes)
+        config = replace(config, device=find_device(config.device))
+        table = Table.read(config)
+        target = table.target
+        self.estimator = estimator(config, target.classes)
+        labels = table.labels[table.train]
         if not target.classes:
             labels = target.decode(labels[:, 0])
-        self.rows, self.choice = self.estimator._prepare(frame, labels)
+        frame = table.inputs.iloc[table.train]
+        rows = self.estimator._read(frame, labels, None)
+        self.choice = self.estimator._choose(rows)
+        self.rows = self.estimator._model_for(rows, self.choice)
+        self.model = self.estimator.model_
         encoder = self.estimator.encoder_
         if self.choice.decay is None:
             encoder.notes.append(
                 "a linear model does better on held-out rows: the network is kept small."
             )
-        return encoder
+        self.data = table.encoded(encoder)
+        options = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
+        options["features"] = self.model.net.features
+        if config.network == "mlp":
+            options["T"] = None
+        options["data"] = os.path.abspath(config.data)
+        options["task"] = target.task
+        options["weight_decay"] = self.choice.decay
+        self.config = replace(config, **options)
 
     def fit(self, folder: Path, progress: bool) -> History:
         config = self.config
@@ -439,7 +454,7 @@ class TableJob(Job):
         if config.validation:
             rows, held = self.estimator._hold_out(rows, config.validation)
             options["validation"] = held
-            self.facts["validation_rows"] = len(held[0])
+            self.facts = {"validation_rows": len(held[0])}
         history = self.estimator._train(
             self.model,
             rows,
@@ -545,7 +560,7 @@ class ImageJob(Job):
             resume=True,
             progress=progress,
         )
-        self.facts["train_accuracy"] = history.accuracy[-1]
+        self.facts = {"train_accuracy": history.accuracy[-1]}
         return history
 
 
