@@ -15,8 +15,7 @@ import hdnn
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "hdnn"
 
-# What the extras install, by the names under which it is imported. networkx is left out: torch
-# itself depends on it.
+# What the extras install, by the names under which it is imported.
 OPTIONAL = (
     "PIL",
     "matplotlib",

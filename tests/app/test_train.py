@@ -146,6 +146,8 @@ def test_a_regression_has_errors_in_units_of_its_target(capsys):
     assert metrics["test_r2"] > 0.8
     assert metrics["test_rmse"] < metrics["baseline_rmse"]
     assert metrics["target_mean"] == pytest.approx(10, abs=2)
+    # The values are a linear function: the user hears that a network is not needed.
+    assert any("linear model does better" in note for note in metrics["notes"])
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_one_does_not(capsys):

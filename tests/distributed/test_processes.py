@@ -294,7 +294,9 @@ def test_processes_of_different_trainings_say_what_differs(start):
 
 
 @pytest.mark.parametrize(
-    "entry", ["", "{", "[1, 2]", '{"graph": 3}', "[" * 100_000]
+    "entry",
+    ["", "{", "[1, 2]", '{"graph": 3}', "[" * 100_000],
+    ids=["empty", "cut", "list", "number", "deep"],
 )
 def test_a_malformed_entry_of_the_store_is_a_sentence(entry):
     plan = Plan(Graph.ring(2), [0, 1], rank=0)

@@ -34,6 +34,7 @@ METAVARS = {
     "float | None": "X",
     "list[str]": "A,B",
     "<class 'int'>": "N",
+    "<class 'float'>": "X",
 }
 TUTORIAL = "docs/tutorials/first-network.md"
 
@@ -98,17 +99,16 @@ def signature(configs: Sequence[type]) -> Signature:
         is_eager=True,
         callback=show_all_options,
     )
-    kinds: dict[str, Any] = {"help_all": Annotated[bool, everything]}
+    options: dict[str, Any] = {"help_all": Annotated[bool, everything]}
     for name, (annotation, about) in all_options(*configs).items():
-        flag = f"--{name.replace('_', '-')}"
         texts: dict[str, Any] = {"help": about, "hidden": name in RARE}
         if annotation is not bool:
             texts["metavar"] = METAVARS.get(str(annotation), "TEXT")
             annotation = annotation | None
-        option = Option(flag, **texts)
-        kinds[name] = Annotated[annotation, option]
+        option = Option(f"--{name.replace('_', '-')}", **texts)
+        options[name] = Annotated[annotation, option]
     parameters = []
-    for name, kind in kinds.items():
+    for name, kind in options.items():
         default = False if kind.__origin__ is bool else None
         parameter = Parameter(
             name, Parameter.KEYWORD_ONLY, default=default, annotation=kind
@@ -264,17 +264,16 @@ def predict(
         raise OptionError(
             "predict needs a run and a file: hdnn predict RUN FILE.csv."
         )
-    place = None if out is None else new_file(out, overwrite)
+    check_free(out, overwrite)
     result = predict.predict(folder, rows, proba=proba)
-    csv = predict.csv_text(result)
-    if place is not None:
+    text = predict.csv_text(result)
+    if out is not None:
         from hdnn.io import write_atomically
 
-        write_atomically(place, csv)
+        write_atomically(out, text)
         result = {**predict.summary(result), "out": out}
-        show(result, predict.text(result), as_json)
-    else:
-        show(result, csv, as_json)
+        text = predict.text(result)
+    show(result, text, as_json)
 
 
 @command(
@@ -338,11 +337,10 @@ def report(
     from hdnn.app import report
     from hdnn.io import write_atomically
 
-    own = report.is_report(out)
-    file = new_file(out, overwrite or own)
+    check_free(out, overwrite or report.is_report(out))
     page, count = report.page(folders or ["runs"])
-    write_atomically(file, page)
-    print(f"{count} {'run' if count == 1 else 'runs'} in {file}")
+    write_atomically(out, page)
+    print(f"{count} {'run' if count == 1 else 'runs'} in {out}")
 
 
 @command("play", "play --port 8080 --no-browser", "play --out playground.html")
@@ -361,12 +359,13 @@ def play(
     """Watch two networks learn side by side in a browser. It needs no network."""
     from hdnn.app import play
 
+    check_free(out, overwrite)
     if out is None:
         play.serve(port, browser=not no_browser)
     else:
         from hdnn.io import write_atomically
 
-        write_atomically(new_file(out, overwrite), play.page())
+        write_atomically(out, play.page())
         print(out)
 
 
@@ -379,10 +378,11 @@ def info(as_json: JsonFlag = False) -> None:
     show(result, info.text(result), as_json)
 
 
-def new_file(out: str, overwrite: bool) -> str:
-    """The path of a file that may be written."""
+def check_free(out: str | None, overwrite: bool) -> None:
+    """Refuse to write over a file unless asked to."""
+    if out is None:
+        return
     if os.path.isdir(out) or (os.path.lexists(out) and not overwrite):
         raise CheckpointError(
             f"{out} exists; choose another name, or replace the file (--overwrite)."
         )
-    return out

@@ -104,17 +104,17 @@ class Config:
             raise OptionError(
                 "--data is missing; give a data set or a file: --data swiss_roll."
             )
+        options = self.options()
         for name in ("layers", "epochs", "batch", "images"):
-            if getattr(self, name, None) is not None:
-                positive_int(name, getattr(self, name))
-        choose("task", getattr(self, "task", "auto"), TASKS)
-        choose("solver", getattr(self, "solver", None) or "newton", SOLVERS)
-        for name in ("test_fraction", "validation", "seed"):
-            number = getattr(self, name, None) or 0
-            most = SEEDS if name == "seed" else 1
-            if not 0 <= number < most:
+            positive_int(name, options.get(name, 1))
+        choose("task", options.get("task", "auto"), TASKS)
+        choose("solver", options.get("solver", "newton"), SOLVERS)
+        limits = {"test_fraction": 1, "validation": 1, "seed": SEEDS}
+        for name, limit in limits.items():
+            number = options.get(name, 0)
+            if not 0 <= number < limit:
                 raise OptionError(
-                    f"{name} must be at least 0 and below {most}, but got {number}."
+                    f"{name} must be at least 0 and below {limit}, but got {number}."
                 )
 
     def run_name(self, graph: str = "") -> str:
@@ -142,8 +142,8 @@ class FileOptions:
     drop: list[str] = many("columns to leave out")  # noqa: RUF009
     categorical: list[str] = many("columns whose numbers are categories")  # noqa: RUF009
     task: str = option("auto (default), classification or regression", "auto")
-    test_fraction: float | None = option(
-        "fraction of the rows to test with (default: 0.2)"
+    test_fraction: float = option(
+        "fraction of the rows to test with (default: 0.2)", 0.2
     )
 
 

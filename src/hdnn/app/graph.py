@@ -66,15 +66,14 @@ def join(values: Mapping[str, Any]) -> dict[str, Any]:
     return job.start(job.graph, config.data, **job.options(run.training_folder))
 
 
-def plan(values: Mapping[str, Any]) -> tuple[GraphConfig, Run]:
+def plan(values: Mapping[str, Any]) -> tuple[Any, Run]:
     """The config and the folder of a run: a new one, or the one to resume."""
     options = all_options(LaunchOptions, RunOptions)
     own = {k: v for k, v in values.items() if k not in options}
     out = values.get("out")
     if "resume" in values and out is not None and Run(out).exists:
         run = Run(out)
-        run.check_same(own)
-        return GraphConfig.build(run.options()), run
+        return run.config(own), run
     graph = read_graph(values)
     graph.check()
     config = GraphConfig.build({**own, "graph": graph.table()})
@@ -170,7 +169,7 @@ class GraphJob(Job):
         with Progress("epoch", self.config.epochs or 50) as line:
 
             def tell(news: dict[str, Any]) -> None:
-                if progress and "epoch" in news:
+                if progress:
                     line.update(news["epoch"], f"loss {news['loss']:.4f}")
 
             options = self.options(folder)
@@ -182,8 +181,8 @@ class GraphJob(Job):
             self.data.place = "random states"
         seconds = results.pop("seconds")
         history = History(**results.pop("history"), seconds=seconds)
-        names = set(results) - set(self.config.options()) - {"model"}
-        self.facts = {name: results[name] for name in sorted(names)}
+        results.pop("model", None)
+        self.facts = results
         return history
 
 

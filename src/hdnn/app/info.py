@@ -19,7 +19,7 @@ EXTRAS = {
     "plot": ["matplotlib"],
     "cli": ["typer", "jinja2", "pandas", "pyarrow", "sklearn"],
     "science": ["scipy"],
-    "graph": ["networkx", "pymetis"],
+    "graph": ["pymetis"],
     "images": ["PIL"],
     "export": ["onnx", "onnxscript", "onnxruntime"],
     "tensorboard": ["tensorboard"],

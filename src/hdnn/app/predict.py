@@ -141,10 +141,7 @@ def certify(place: str, data: str | None, *, samples: int) -> Any:
     if source is None or os.path.isdir(source):
         return analysis.certify(model, samples=samples)
     if run is not None and data is None and source not in IMAGE_SETS:
-        rows = train.load(run.config())
-        if source not in PLANAR_SETS:
-            rows.project(run.columns()[0].directions)
-        x = rows.points
+        x = train.load(run.config(), run.columns()[0]).points
         where = "test points"
     else:
         x = inputs(run, source, samples)

@@ -43,12 +43,11 @@ def page(folders: Sequence[str]) -> tuple[str, int]:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["score"] = score_text
-    names = differing([run.options for run in runs])
     text = environment.get_template("report.html.jinja").render(
         mark=MARK,
         version=__version__,
         runs=runs,
-        differing=names,
+        differing=differing([run.options for run in runs]),
     )
     return text, len(runs)
 

@@ -49,9 +49,22 @@ class Run:
         """All options of the run."""
         return read_options(self.config_file)
 
-    def config(self) -> Config:
-        """The config of the run."""
-        return config_for(self.options())
+    def config(self, values: Mapping[str, Any] | None = None) -> Config:
+        """The config of the run, which has these options."""
+        if not self.exists:
+            raise CheckpointError(
+                f"there is no run in {self.folder} to resume."
+            )
+        options = self.options()
+        for name, value in (values or {}).items():
+            if name == "data" and os.path.exists(value):
+                value = os.path.abspath(value)
+            if value != options.get(name):
+                raise OptionError(
+                    f"{self.folder} was started with {name} = {options.get(name)}, not {value}; "
+                    "resume it with the same options, or choose another folder with --out."
+                )
+        return config_for(options)
 
     def metrics(self) -> dict[str, Any]:
         """The results, with the folder in which they are now."""
@@ -100,18 +113,6 @@ class Run:
                 f"{self.folder} is not empty; continue the run in it (--resume), replace it "
                 "(--overwrite), or choose another folder with --out."
             )
-
-    def check_same(self, values: Mapping[str, Any]) -> None:
-        """Refuse to resume with options that are not those of the run."""
-        options = self.options()
-        for name, value in values.items():
-            if name == "data" and os.path.exists(value):
-                value = os.path.abspath(value)
-            if value != options.get(name):
-                raise OptionError(
-                    f"{self.folder} was started with {name} = {options.get(name)}, not {value}; "
-                    "resume it with the same options, or choose another folder with --out."
-                )
 
     def clear(self) -> None:
         """Remove the run, unless its folder holds anything else."""

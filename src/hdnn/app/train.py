@@ -6,14 +6,14 @@ model, and can `fit`. Everything else is the same for all kinds, and is `train`.
 
 from __future__ import annotations
 
-import io as byte_io
 import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ from hdnn.app.scores import (
 )
 from hdnn.data import ImageData, load_cifar10, load_mnist, planar
 from hdnn.errors import (
-    CheckpointError,
     MissingExtraError,
     OptionError,
     choose,
@@ -89,12 +88,9 @@ RECIPE_OPTIONS = (  # of images
     "seed",
 )
 STEPS = 20  # in an epoch of few images
-SMALL = 8  # features, up to which a certificate looks at many points
-MANY = 1000
-FEW = 20
 
 
-def plan(values: Mapping[str, Any]) -> list[tuple[Config, Run]]:
+def plan(values: Mapping[str, Any]) -> list[tuple[Any, Run]]:
     """The config and the folder of each run, all of them checked before the first one starts."""
     options = dict(values)
     if "config" in options:
@@ -105,11 +101,8 @@ def plan(values: Mapping[str, Any]) -> list[tuple[Config, Run]]:
     count = positive_int("seeds", options.get("seeds", 1))
     if "resume" in options and out is not None and count == 1:
         run = Run(out)
-        if run.exists:
-            run.check_same(own)
-            return [(run.config(), run)]
-        if not own:
-            raise CheckpointError(f"there is no run in {out} to resume.")
+        if run.exists or not own:
+            return [(run.config(own), run)]
     first = own.get("seed", 0)
     jobs = []
     for seed in range(first, first + count):
@@ -133,18 +126,21 @@ def check_folders(runs: list[Run], options: Mapping[str, Any]) -> None:
             run.check_free()
 
 
-def train(job: Job, run: Run, values: Mapping[str, Any]) -> dict[str, Any]:
+def train(
+    job: Job, run: Run, values: Mapping[str, Any], pictures: bool = True
+) -> dict[str, Any]:
     """Train, certify and write one run.
 
     Args:
         job: the training.
         run: its folder.
         values: options of the command: resume, overwrite, quiet, json.
+        pictures: draw them.
     """
     start = time.perf_counter()
-    options = job.config.options()
     resume = "resume" in values
     overwrite = "overwrite" in values
+    options = job.config.options()
     with run.opened(options, resume=resume, overwrite=overwrite):
         quiet = "quiet" in values or "json" in values
         history = job.fit(run.training_folder, not quiet)
@@ -155,28 +151,29 @@ def train(job: Job, run: Run, values: Mapping[str, Any]) -> dict[str, Any]:
             certificate = analysis.certify(
                 job.certified or model,
                 data.points,
-                samples=data.samples,
                 points=data.place,
             )
+        job.history = history
+        job.certificate = certificate
         io.save(model, run.model_file, note=data.note())
         metrics = {
+            **job.facts,
             "run": str(run.folder),
             **options,
-            "network": repr(getattr(model, "net", model)).partition("\n")[0],
+            "network": repr(net or model).partition("\n")[0],
             "parameters": sum(p.numel() for p in model.parameters()),
             "common": data.common,
             **data.facts,
-            **job.facts,
         }
         for part, (x, t) in data.parts.items():
             metrics |= data.scores(part, outputs(model, x), t)
-        pictures = draw(job, history, certificate, run.folder)
         metrics |= {
             "epochs": len(history.loss),
+            "best_epoch": history.best_epoch,
             "training_seconds": round(history.seconds, 2),
             "history": history.curves(),
             "certificate": certificate and certificate.to_dict(),
-            "pictures": pictures,
+            "pictures": draw(job, run.folder) if pictures else [],
             "versions": {"hdnn": __version__, "torch": torch.__version__},
             "seconds": round(time.perf_counter() - start, 2),
         }
@@ -207,9 +204,8 @@ class Data:
         encoder: how columns become inputs.
         points: inputs to certify the model at; None for random states.
         place: what a certificate calls them.
-        samples: the most points to certify at.
         common: the most frequent label of the training rows, or their mean.
-        source: points of the plane, rows of a file to train on, or images.
+        source: points of the plane, or images.
         facts: the task and the numbers of rows, for the metrics.
     """
 
@@ -218,20 +214,9 @@ class Data:
     encoder: Any = None
     points: Tensor | None = None
     place: str = "random states"
-    samples: int = FEW
     common: float = 0
     source: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
-
-    def project(self, directions: Any) -> None:
-        """See the inputs of a wide table in fewer directions."""
-        if directions is None or self.points is None:
-            return
-        self.encoder.directions = directions
-        D = torch.tensor(directions).T
-        for part, (x, t) in self.parts.items():
-            self.parts[part] = (x @ D, t)
-        self.points = self.points @ D
 
     def note(self) -> dict[str, Any] | None:
         """The columns, which the file of the model remembers."""
@@ -260,7 +245,7 @@ class Data:
 
 
 def rows_to_learn(
-    rows: Sequence[Tensor], encoder: Any, target: Any, source: Any
+    rows: Sequence[Tensor], encoder: Any, target: Any, source: Any = None
 ) -> Data:
     """Data of encoded rows: x and t to train on, x and t to test with."""
     x, t, x_test, t_test = rows
@@ -287,40 +272,62 @@ def rows_to_learn(
     return data
 
 
-def load(config: Any) -> Data:
-    """Read or compute the rows of a config, on the CPU."""
+def load(config: Any, encoder: Any = None) -> Data:
+    """Read or compute the rows of a config, on the CPU; an encoder of a file is learned if None."""
     if config.data in planar.SETS:
         return load_points(config.data, config.seed)
-    return load_table(config)
+    table = Table.read(config)
+    if encoder is None:
+        from hdnn.data.tables import Encoder
+
+        rows = table.inputs.iloc[table.train]
+        encoder = Encoder.fit(rows, categorical=config.categorical)
+    return table.encoded(encoder)
 
 
-def load_table(config: Any) -> Data:
-    """The rows of a file; columns are learned from the rows to train on."""
-    from hdnn.data import tables
+class Table(NamedTuple):
+    """Columns of a file and their targets, with the rows to train on and to test with."""
 
-    frame = tables.read(config.data)
-    target = tables.Target.fit(frame, config.target, config.task)
-    for name in config.drop:
-        if name not in frame.columns:
-            raise OptionError(f"--drop: {config.data} has no column {name!r}.")
-    inputs = frame.drop(columns=[target.name, *config.drop])
-    labels = target.encode(frame)
-    share = 0.2 if config.test_fraction is None else config.test_fraction
-    train, test = tables.hold_out(
-        labels, share, config.seed, classes=bool(target.classes)
-    )
-    encoder = tables.Encoder.fit(
-        inputs.iloc[train], categorical=config.categorical
-    )
-    if not target.classes:  # its units are those of the training rows
-        target = tables.Target.fit(
-            frame.iloc[train], config.target, "regression"
+    inputs: Any
+    labels: np.ndarray
+    target: Any
+    train: Any
+    test: Any
+
+    @classmethod
+    def read(cls, config: Any) -> Table:
+        """The table of the file that a config names."""
+        from hdnn.data import tables
+
+        frame = tables.read(config.data)
+        target = tables.Target.fit(frame, config.target, config.task)
+        for name in config.drop:
+            if name not in frame.columns:
+                raise OptionError(
+                    f"--drop: {config.data} has no column {name!r}."
+                )
+        inputs = frame.drop(columns=[target.name, *config.drop])
+        labels = target.encode(frame)
+        train, test = tables.hold_out(
+            labels,
+            config.test_fraction,
+            config.seed,
+            classes=bool(target.classes),
         )
-        labels = target.encode(frame)[:, None]
-    x = torch.from_numpy(encoder.transform(inputs, "float32"))
-    t = torch.from_numpy(labels)
-    rows = (x[train], t[train], x[test], t[test])
-    return rows_to_learn(rows, encoder, target, inputs.iloc[train])
+        if not target.classes:  # its units are those of the training rows
+            target = tables.Target.fit(
+                frame.iloc[train], config.target, "regression"
+            )
+            labels = target.encode(frame)[:, None]
+        return cls(inputs, labels, target, train, test)
+
+    def encoded(self, encoder: Any) -> Data:
+        """The rows as an encoder gives them."""
+        x = torch.from_numpy(encoder.transform(self.inputs, "float32"))
+        t = torch.from_numpy(self.labels)
+        train = (x[self.train], t[self.train])
+        test = (x[self.test], t[self.test])
+        return rows_to_learn((*train, *test), encoder, self.target)
 
 
 def load_points(name: str, seed: int) -> Data:
@@ -344,10 +351,15 @@ class Job:
 
     Attributes:
         certified: the module to certify, if it is not the model.
-        facts: further metrics.
+        facts: further metrics, of the training.
+        history: of the training.
+        certificate: None if there are no layers to certify.
     """
 
     certified: Any = None
+    facts: Mapping[str, Any] = MappingProxyType({})
+    history: History
+    certificate: Any
 
     def __init__(self, config: PlaneConfig) -> None:
         options = {**PLANAR, **config.options()}
@@ -355,23 +367,15 @@ class Job:
             options["T"] = config.T
         options["device"] = find_device(config.device)
         self.config: Any = replace(config, **options)
-        self.facts: dict[str, Any] = {}
         self.data = load(config)
         self.model: Any = self.build()
-        self.data.samples = samples_for(self.model)
 
     def build(self) -> Model:
         """A new model of the config's network."""
         generator = torch.Generator().manual_seed(self.config.seed)
-        options = {k: getattr(self.config, k) for k in NETWORK_OPTIONS}
-        if options["T"] is None:
-            del options["T"]
         network = BY_NAME[choose("network", self.config.network, BY_NAME)]
-        net = network(
-            init="paper",
-            generator=generator,
-            **options,
-        )
+        options = pick(self.config, NETWORK_OPTIONS)
+        net = network(init="paper", generator=generator, **options)
         head = SigmoidHead(net.features, generator=generator)
         return Model(Augment(2, net.features), net, head)
 
@@ -381,16 +385,17 @@ class Job:
         config = self.config
         self.model.to(config.device)
         x, t = (part.to(config.device) for part in self.data.parts["train"])
-        options = {k: getattr(config, k) for k in (*FIT_OPTIONS, "solver")}
+        options = pick(config, (*FIT_OPTIONS, "solver"))
         if config.validation:
             labels = t.numpy(force=True)
             train, held = hold_out(
                 labels, config.validation, config.seed, classes=True
             )
             options["validation"] = (x[held], t[held])
+            self.facts = {"validation_rows": len(held)}
             x = x[train]
             t = t[train]
-        history = fit(
+        return fit(
             self.model,
             x,
             t,
@@ -401,14 +406,6 @@ class Job:
             progress=progress,
             **options,
         )
-        self.note_best(options, history)
-        return history
-
-    def note_best(self, options: Mapping[str, Any], history: History) -> None:
-        """Add the held-out rows and the best epoch to the metrics."""
-        if "validation" in options:
-            self.facts["validation_rows"] = len(options["validation"][0])
-            self.facts["best_epoch"] = history.best_epoch
 
 
 class TableJob(Job):
@@ -416,29 +413,31 @@ class TableJob(Job):
 
     def __init__(self, config: TableConfig) -> None:
         config = replace(config, device=find_device(config.device))
-        self.facts = {}
-        self.data = load_table(config)
-        self.estimator = estimator(config, self.data.target.classes)
-        labels = self.data.truth(self.data.parts["train"][1])
-        rows = self.estimator._read(self.data.source, labels, None)
-        choice = self.estimator._choose(rows)
-        self.rows = self.estimator._model_for(rows, choice)
-        self.choice = choice
+        table = Table.read(config)
+        target = table.target
+        self.estimator = estimator(config, target.classes)
+        labels = table.labels[table.train]
+        if not target.classes:
+            labels = target.decode(labels[:, 0])
+        frame = table.inputs.iloc[table.train]
+        rows = self.estimator._read(frame, labels, None)
+        self.choice = self.estimator._choose(rows)
+        self.rows = self.estimator._model_for(rows, self.choice)
         self.model = self.estimator.model_
-        self.data.project(self.estimator.encoder_.directions)
-        if choice.decay is None:
-            self.data.encoder.notes.append(
+        encoder = self.estimator.encoder_
+        if self.choice.decay is None:
+            encoder.notes.append(
                 "a linear model does better on held-out rows: the network is kept small."
             )
+        self.data = table.encoded(encoder)
         options = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
         options["features"] = self.model.net.features
         if config.network == "mlp":
             options["T"] = None
         options["data"] = os.path.abspath(config.data)
-        options["task"] = self.data.target.task
-        options["weight_decay"] = choice.decay
+        options["task"] = target.task
+        options["weight_decay"] = self.choice.decay
         self.config = replace(config, **options)
-        self.data.samples = samples_for(self.model)
 
     def fit(self, folder: Path, progress: bool) -> History:
         config = self.config
@@ -449,24 +448,20 @@ class TableJob(Job):
         if config.validation:
             rows, held = self.estimator._hold_out(rows, config.validation)
             options["validation"] = held
-        options |= {
-            "folder": folder,
-            "resume": True,
-            "progress": progress,
-        }
+            self.facts = {"validation_rows": len(held[0])}
         history = self.estimator._train(
-            self.model, rows, self.choice, **options
+            self.model,
+            rows,
+            self.choice,
+            folder=folder,
+            resume=True,
+            progress=progress,
+            **options,
         )
         self.model.double()
         points: Any = self.data.points
         self.data.points = points.double()
-        self.note_best(options, history)
         return history
-
-
-def samples_for(model: Any) -> int:
-    """The number of points to certify a model at."""
-    return MANY if model.net.features <= SMALL else FEW
 
 
 def pick(config: Config, names: Sequence[str]) -> dict[str, Any]:
@@ -507,7 +502,7 @@ def test_images(images: ImageData) -> Data:
     target = Target("class", "classification", list(images.classes))
     x = images.normalised(images.images_test, torch.float32)
     data = Data({"test": (x, images.t_test)}, target, source=images)
-    data.points = x[:FEW]
+    data.points = x[:20]  # those that a certificate looks at
     data.place = f"test images of {images.name}"
     data.common = int(torch.bincount(images.t_train.cpu()).argmax())
     data.facts = {
@@ -547,7 +542,6 @@ class ImageJob(Job):
         self.config = replace(
             config, device=device, epochs=epochs, layers=layers
         )
-        self.facts = {}
         self.data = test_images(images)
 
     def fit(self, folder: Path, progress: bool) -> History:
@@ -560,7 +554,7 @@ class ImageJob(Job):
             resume=True,
             progress=progress,
         )
-        self.facts["train_accuracy"] = history.accuracy[-1]
+        self.facts = {"train_accuracy": history.accuracy[-1]}
         return history
 
 
@@ -573,30 +567,22 @@ JOBS: dict[type, Any] = {
 # Results
 
 
-def draw(
-    job: Job, history: History, certificate: Any, folder: Path
-) -> list[str]:
+def draw(job: Job, folder: Path) -> list[str]:
     """Write the pictures of a job as PNG files; none where matplotlib is missing."""
     try:
         require("matplotlib", extra="plot")
     except MissingExtraError:
         return []
-    axes = {"training": plotting.training_history(history)}
+    axes: dict[str, Any] = {"training": plotting.training_history(job.history)}
     points = job.data.source
     if isinstance(points, planar.PlanarData) and job.certified is None:
         axes["decision_regions"] = plotting.decision_regions(job.model, points)
+    certificate = job.certificate
     if certificate is not None and (certificate.by_layer or certificate.parts):
         axes["norms"] = certificate.plot()
     for name, ax in axes.items():
-        write_picture(ax.figure, folder / f"{name}.png")
+        ax.figure.savefig(folder / f"{name}.png", dpi=120)
     return [f"{name}.png" for name in axes]
-
-
-def write_picture(figure: Any, file: Path) -> None:
-    """Write a figure of matplotlib as a PNG file."""
-    content = byte_io.BytesIO()
-    figure.canvas.print_figure(content, format="png", dpi=120)
-    io.write_atomically(file, content.getvalue())
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -32,6 +32,8 @@ from hdnn.progress import Progress
 
 __all__ = ["ImageData", "augment", "draw", "load_cifar10", "load_mnist"]
 
+TENSORS = ("images_train", "t_train", "images_test", "t_test")
+
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
@@ -97,10 +99,7 @@ class ImageData:
 
     def to(self, device: torch.device | str) -> Self:
         """The same set with all images and labels on another device."""
-        tensors = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                tensors[name] = value.to(device)
+        tensors = {name: getattr(self, name).to(device) for name in TENSORS}
         return replace(self, **tensors)
 
     def normalised(
@@ -147,13 +146,8 @@ class ImageData:
 
     def first(self, count: int) -> Self:
         """The set with the first `count` training and test images only."""
-        return replace(
-            self,
-            images_train=self.images_train[:count],
-            t_train=self.t_train[:count],
-            images_test=self.images_test[:count],
-            t_test=self.t_test[:count],
-        )
+        tensors = {name: getattr(self, name)[:count] for name in TENSORS}
+        return replace(self, **tensors)
 
 
 # Augmentation
@@ -237,23 +231,26 @@ def load_mnist(folder: str | os.PathLike[str] | None = None) -> ImageData:
     for name, (shape, sha256) in MNIST.items():
         plain = f"mnist/{name}"
         path = _find(home, "mnist", (plain, f"{plain}.gz", name, f"{name}.gz"))
-        opened: Any = gzip.open if path.suffix == ".gz" else open
         try:
-            with opened(path, "rb") as file:
-                content = file.read()
+            content = path.read_bytes()
+            if path.suffix == ".gz":
+                content = gzip.decompress(content)
         except BROKEN as error:
             raise DataError(
                 f"{path} cannot be read ({error}); download it again."
             ) from error
         _check(path, content, sha256)
         # The values follow a header.
-        count = math.prod(shape)
-        values = np.frombuffer(content, np.uint8)[-count:]
-        tensors.append(torch.from_numpy(values.reshape(shape).copy()))
+        values = _bytes(content)[-math.prod(shape) :]
+        tensors.append(values.view(shape))
     images, t, images_test, t_test = tensors
-    digits = tuple(map(str, range(10)))
     labelled = (images, t.long(), images_test, t_test.long())
+    digits = tuple("0123456789")
     return ImageData("MNIST", *labelled, digits, (0.1307,), (0.3081,))
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _find(home: Path, name: str, candidates: tuple[str, ...]) -> Path:
@@ -308,7 +305,7 @@ TARS = ("", ".tar", ".tar.xz", ".tar.gz")
 
 
 def load_cifar10(
-    folder: str | os.PathLike[str] | None = None, *, progress: bool = True
+    folder: str | os.PathLike[str] | None = None,
 ) -> ImageData:
     """CIFAR-10, 50,000 images to train on and 10,000 to test with, of 3 x 32 x 32 pixels.
 
@@ -326,7 +323,7 @@ def load_cifar10(
     try:
         if path.name in BINARY:
             return _from_binary(path)
-        return _from_images(path, progress)
+        return _from_images(path)
     except BROKEN as error:
         raise DataError(
             f"{path} cannot be read ({error}); download it again."
@@ -336,9 +333,9 @@ def load_cifar10(
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
     """The names and contents of all files in a folder or an archive."""
     if path.is_dir():
-        for file in sorted(path.rglob("*")):
+        for file in path.rglob("*"):
             if file.is_file():
-                yield file.relative_to(path).as_posix(), file.read_bytes()
+                yield file.as_posix(), file.read_bytes()
         return
     with tarfile.open(path, "r|*") as archive:
         for member in archive:
@@ -357,19 +354,15 @@ def _from_binary(path: Path) -> ImageData:
         content = contents.get(name, b"")
         _check(f"{path}: {name}", content, sha256)
         # A record is a label, then the pixels.
-        records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
-        pixels = records[:, 1:].reshape(-1, 3, 32, 32)
-        images.append(torch.from_numpy(pixels.copy()))
-        t = records[:, 0].astype(np.int64)
-        labels.append(torch.from_numpy(t))
-    t_train = torch.cat(labels[:-1])
-    train = (torch.cat(images[:-1]), t_train)
-    return ImageData(
-        "CIFAR-10", *train, images[-1], labels[-1], CLASSES, MEAN, STD
-    )
+        records = _bytes(content).view(-1, 3073)
+        images.append(records[:, 1:].reshape(-1, 3, 32, 32).contiguous())
+        labels.append(records[:, 0].long())
+    train = (torch.cat(images[:-1]), torch.cat(labels[:-1]))
+    test = (images[-1], labels[-1])
+    return ImageData("CIFAR-10", *train, *test, CLASSES, MEAN, STD)
 
 
-def _from_images(path: Path, progress: bool) -> ImageData:
+def _from_images(path: Path) -> ImageData:
     key = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
     name = (
         f"cifar10-{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
@@ -378,36 +371,35 @@ def _from_images(path: Path, progress: bool) -> ImageData:
     try:
         tensors, about = load_tensors(cache)
     except CheckpointError:  # not there yet, or damaged
-        tensors, about = _decoded(path, progress)
+        tensors, about = _decoded(path)
         cache.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(cache, tensors, about)
     about |= {"classes": CLASSES, "mean": MEAN, "std": STD}
     return ImageData(**tensors, **about)
 
 
-def _decoded(
-    path: Path, progress: bool
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _decoded(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All images in the order of their names, by part and class."""
     pillow = require("PIL.Image", extra="images")
-    files = {}
+    folders: dict[str, dict[str, bytes]] = {}
     for name, content in _members(path):
-        files[PurePosixPath(name).parts[-3:]] = content
-    folders = [(part, label) for part in COUNTS for label in CLASSES]
+        place = PurePosixPath(name)
+        folder = "/".join(place.parts[-3:-1])
+        folders.setdefault(folder, {})[place.name] = content
+    classes = [(part, label) for part in COUNTS for label in CLASSES]
     pixels: dict[str, list[np.ndarray]] = {part: [] for part in COUNTS}
     is_jpeg = False
-    shown = len(folders) if progress else 0
-    with Progress(f"decoding {path.name}", shown) as line:
-        for number, (part, label) in enumerate(folders, 1):
-            names = sorted(key for key in files if key[:2] == (part, label))
-            if len(names) != COUNTS[part]:
+    with Progress(f"decoding {path.name}", len(classes)) as line:
+        for number, (part, label) in enumerate(classes, 1):
+            files = folders.get(f"{part}/{label}", {})
+            if len(files) != COUNTS[part]:
                 raise DataError(
-                    f"{path} has {len(names)} images in {part}/{label}, but CIFAR-10 has "
+                    f"{path} has {len(files)} images in {part}/{label}, but CIFAR-10 has "
                     f"{COUNTS[part]}; get the complete set."
                 )
-            for name in names:
-                is_jpeg |= files[name].startswith(JPEG)
-                pixels[part].append(_pixels(pillow, files[name]))
+            for _, content in sorted(files.items()):
+                is_jpeg |= content.startswith(JPEG)
+                pixels[part].append(_pixels(pillow, content))
             line.update(number)
     tensors = {}
     labels = torch.arange(len(CLASSES))

@@ -9,9 +9,8 @@ the `dtype` and `device` of the tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from hdnn.errors import DataError, choose
 __all__ = ["PlanarData", "double_circles", "double_moons", "load", "swiss_roll"]
 
 Interval = tuple[float, float]
-Curve = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,32 +51,46 @@ class PlanarData:
         return f"PlanarData({self.name}, {len(self.t_train)} train, {len(self.t_test)} test)"
 
 
+class Arc(NamedTuple):
+    """Points of one class at equal angles; a negative radius turns a half circle over."""
+
+    label: int
+    radius: float
+    growth: float = 0.0  # of the radius, from start to end
+    turns: float = 2.0
+    x: float = 0.0
+    y: float = 0.0
+
+    def points(self, count: int) -> Tensor:
+        """That many points, the end left out: (count, 2), in float64."""
+        s = torch.arange(count, dtype=torch.float64, device="cpu") / count
+        r = self.radius + self.growth * s
+        theta = 2 * math.pi * self.turns * s
+        x = self.x + r * torch.cos(theta)
+        y = self.y + r * torch.sin(theta)
+        return torch.stack([x, y], -1)
+
+
 def swiss_roll(points: int = 8000, **options: Any) -> PlanarData:
     """Two spirals r(theta) of two turns: theta/4pi (class 1), 0.2 + theta/4pi (class 0)."""
-    outer = _ring(0.2, 1.0)
-    inner = _ring(0.0, 1.0)
-    arcs = [(inner, 1), (outer, 0)]
+    arcs = [Arc(1, 0.0, 1.0), Arc(0, 0.2, 1.0)]
     domain = ((-1.2, 1.2), (-1.2, 1.2))
     return _make("swiss_roll", arcs, 0.0, domain, points, **options)
 
 
 def double_moons(points: int = 8000, **options: Any) -> PlanarData:
     """Half circles that interlock, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2."""
-
     arcs = []
-    for shift in (0.0, 2.0):
-        arcs.append((_moon(shift, 1.0), 0))
-        arcs.append((_moon(shift, -1.0), 1))
+    for x in (0.0, 2.0):
+        arcs.append(Arc(0, 1.0, turns=0.5, x=x))
+        arcs.append(Arc(1, -1.0, turns=0.5, x=x + 1, y=0.5))
     domain = ((-2.0, 5.0), (-1.0, 2.0))
     return _make("double_moons", arcs, 0.15, domain, points, **options)
 
 
 def double_circles(points: int = 8000, **options: Any) -> PlanarData:
     """Rings of radius 1, 2, 3, 4 in the classes 0, 1, 0, 1, each run through twice."""
-    arcs = []
-    for radius in range(1, 5):
-        label = (radius - 1) % 2
-        arcs.append((_ring(radius, 0.0), label))
+    arcs = [Arc((radius - 1) % 2, radius) for radius in range(1, 5)]
     domain = ((-5.0, 5.0), (-5.0, 5.0))
     return _make("double_circles", arcs, 0.3, domain, points, **options)
 
@@ -93,36 +105,9 @@ def load(name: str, points: int = 8000, **options: Any) -> PlanarData:
     return SETS[choose("data set", name, SETS)](points, **options)
 
 
-def _moon(shift: float, sign: float) -> Curve:
-    """The upper half circle of two (sign 1), or the lower one (sign -1)."""
-    x = shift + 0.5 - 0.5 * sign
-    y = 0.25 - 0.25 * sign
-
-    def curve(s: Tensor) -> tuple[Tensor, Tensor]:
-        theta = math.pi * s
-        x1 = x + sign * torch.cos(theta)
-        x2 = y + sign * torch.sin(theta)
-        return x1, x2
-
-    return curve
-
-
-def _ring(radius: float, growth: float) -> Curve:
-    """Two turns, on which the radius grows."""
-
-    def curve(s: Tensor) -> tuple[Tensor, Tensor]:
-        r = radius + growth * s
-        theta = 4 * math.pi * s
-        x1 = r * torch.cos(theta)
-        x2 = r * torch.sin(theta)
-        return x1, x2
-
-    return curve
-
-
 def _make(
     name: str,
-    arcs: list[tuple[Curve, int]],
+    arcs: list[Arc],
     noise: float,
     domain: tuple[Interval, Interval],
     points: int,
@@ -131,7 +116,7 @@ def _make(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PlanarData:
-    """Run through each arc at s = i/k, i = 0..k-1, add uniform noise, shuffle, split."""
+    """Run through each arc, add uniform noise, shuffle, split."""
     if points < 8:
         raise DataError(
             f"{name}: points must be at least 8, but got {points!r}."
@@ -139,12 +124,10 @@ def _make(
     smaller, remainder = divmod(points, len(arcs))
     xs = []
     ts = []
-    for index, (curve, label) in enumerate(arcs):
-        k = smaller + (index < remainder)
-        steps = torch.arange(k, dtype=torch.float64, device="cpu")
-        s = steps / k
-        xs.append(torch.stack(curve(s), -1))
-        ts.append(torch.full((k,), label, device="cpu"))
+    for index, arc in enumerate(arcs):
+        count = smaller + (index < remainder)
+        xs.append(arc.points(count))
+        ts.append(torch.full((count,), arc.label, device="cpu"))
     x = torch.cat(xs)
     # Drawn on the CPU in float64 for every dtype and device: one seed is one data set.
     generator = torch.Generator().manual_seed(seed)
@@ -157,13 +140,11 @@ def _make(
     dtype = dtype or torch.get_default_dtype()
     x = x[order].to(device=device, dtype=dtype)
     t = torch.cat(ts)[order].to(device)
-    x_train, x_test = _alternate(x)
-    t_train, t_test = _alternate(t)
-    return PlanarData(name, x_train, t_train, x_test, t_test, domain)
-
-
-def _alternate(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of even and of odd number."""
-    even = rows[::2].contiguous()
-    odd = rows[1::2].contiguous()
-    return even, odd
+    return PlanarData(
+        name,
+        x[::2].contiguous(),
+        t[::2].contiguous(),
+        x[1::2].contiguous(),
+        t[1::2].contiguous(),
+        domain,
+    )

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+from torch.nn import functional
 
 from hdnn.distributed.plan import Halo, Plan
 from hdnn.errors import HDNNError, OptionError
@@ -55,10 +56,7 @@ class Messages:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        store: Any = None,
-        timeout: float = 60.0,
+        self, plan: Plan, store: Any = None, timeout: float = 60.0
     ) -> None:
         self.plan = plan
         self.store = store
@@ -121,12 +119,9 @@ class Messages:
         for peer, sent in self.sent.items():
             counts[self.plan.rank, peer, 0] = sent
             counts[self.plan.rank, peer, 1] = self.bytes[peer]
-        rows = []
         counts = self.up(counts)
-        for i, k in counts[..., 0].nonzero().tolist():
-            messages, size = counts[i, k].tolist()
-            rows.append([i, k, messages, size])
-        return rows
+        pairs = counts[..., 0].nonzero().tolist()
+        return [[i, k, *counts[i, k].tolist()] for i, k in pairs]
 
     # Beginning and end
 
@@ -215,31 +210,26 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     wait = timedelta(seconds=timeout)
-    met: list[Any] = []
+    stores: list[Any] = []
 
     def meet() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            store, *_ = next(rendezvous("env://", timeout=wait))
-            met.append(store)
+            stores.extend(next(rendezvous("env://", timeout=wait)))
 
     # A thread, because PyTorch waits forever for a listener that accepts and never answers.
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
     thread.join(timeout)
-    if not met:
+    if not stores:
         host = os.environ.get("MASTER_ADDR", "?")
         port = os.environ.get("MASTER_PORT", "?")
         raise LostError(
             f"rendezvous of {size} processes at {host}:{port} failed in {timeout:g} s."
         )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"hdnn-{attempt}", met[0])
+    store = PrefixStore(f"hdnn-{attempt}", stores[0])
     dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=wait,
+        "gloo", store=store, rank=rank, world_size=size, timeout=wait
     )
     return Messages(plan, store, timeout)
 
@@ -304,17 +294,13 @@ class _Exchange(torch.autograd.Function):
         reverse: bool,
     ) -> Tensor:
         ctx.settings = halo, messages, reverse
-        own = {}
-        for peer, rows in halo.send.items():
-            own[peer] = x.index_select(0, rows)
-        others = {}
-        for peer, (first, last) in halo.receive.items():
-            others[peer] = x.new_empty(last - first, x.shape[1])
-            if reverse:
-                others[peer].copy_(x[first:last])
+        own = {k: x.index_select(0, rows) for k, rows in halo.send.items()}
+        more = halo.extended - len(x)  # none in reverse
+        extended = functional.pad(x, (0, 0, 0, more)).contiguous()
+        others = {k: extended[i:j] for k, (i, j) in halo.receive.items()}
         if not reverse:
             messages.swap(own, others)
-            return torch.cat([x, *others.values()])
+            return extended
         messages.swap(others, own)
         total = x[: halo.rows].contiguous()
         for peer, rows in halo.send.items():

@@ -251,7 +251,7 @@ class Graph:
             return node
         names = "".join(f", {name}" for name in self.names[:8])
         raise OptionError(
-            f"{where} has {_shown(node)}, but nodes are 0 to {self.nodes - 1}{names}."
+            f"{where} has {node!r:.60}, but nodes are 0 to {self.nodes - 1}{names}."
         )
 
     def _pairs(self, key: str, pairs: Any) -> Links:
@@ -260,7 +260,7 @@ class Graph:
             links = [(i, k) for i, k in pairs]
         except (TypeError, ValueError) as error:
             raise OptionError(
-                f"{key} must be pairs of nodes, but is {_shown(pairs)}."
+                f"{key} must be pairs of nodes, but is {pairs!r:.60}."
             ) from error
         rows = [{i} for i in range(self.nodes)]
         for first, second in links:
@@ -321,7 +321,7 @@ def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
         fits = isinstance(name, str) and NAME.fullmatch(name)
         if not fits or name.isdecimal() or name.casefold() in seen:
             raise OptionError(
-                f"names has {_shown(name)}, but a name has 1 to 64 letters, digits, blanks, dots, "
+                f"names has {name!r:.60}, but a name has 1 to 64 letters, digits, blanks, dots, "
                 "- and _, begins with a letter or a digit, is not a number, and stands there once."
             )
         seen.add(name.casefold())
@@ -329,8 +329,7 @@ def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _union(first: Links, second: Links) -> Links:
-    pairs = zip(first, second, strict=True)
-    return [sorted({*a, *b}) for a, b in pairs]
+    return [sorted({*a, *b}) for a, b in zip(first, second, strict=True)]
 
 
 def _matrix(links: Links) -> torch.Tensor:
@@ -341,14 +340,4 @@ def _matrix(links: Links) -> torch.Tensor:
 
 
 def _edges(links: Links) -> list[list[int]]:
-    edges = []
-    for i, row in enumerate(links):
-        edges += [[i, k] for k in row if i < k]
-    return edges
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    if len(text) > 60:
-        return f"{text[:57]}..."
-    return text
+    return [[i, k] for i, row in enumerate(links) for k in row if i < k]

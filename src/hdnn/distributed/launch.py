@@ -50,10 +50,10 @@ def launch(
     plan = Plan(
         graph, partition(graph, graph.nodes if processes is None else processes)
     )
-    command = [sys.executable, "-P", "-m", "torch.distributed.run"]
+    command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--standalone", f"--nproc-per-node={plan.size}"]
     command += [f"--max-restarts={restarts}", __file__]
-    # No script may import modules from the current folder: it might have a torch.py.
+    # Nothing may import modules from the current folder: it might have a torch.py.
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     last: dict[str, Any] = {}

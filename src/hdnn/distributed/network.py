@@ -132,12 +132,9 @@ class GraphNetwork(nn.Module):
         scale = 2 // len(self.halves)
         self.halo = Halo(plan, scale)
         for half in self.halves:
-            K = torch.zeros(layers, self.halo.entries, dtype=dtype)
-            K = nn.Parameter(K)
-            b = torch.zeros(layers, self.halo.rows, dtype=dtype)
-            b = nn.Parameter(b)
-            self.register_parameter(f"K{half}", K)
-            self.register_parameter(f"b{half}", b)
+            for name, size in (("K", self.halo.entries), ("b", self.halo.rows)):
+                weight = torch.zeros(layers, size, dtype=dtype)
+                self.register_parameter(name + half, nn.Parameter(weight))
 
     @property
     def positions(self) -> Tensor:

@@ -100,11 +100,9 @@ def load(
         places = entry_points(plan.graph)
         for part in ("train", "test"):
             t = getattr(points, f"t_{part}")
-            x = getattr(points, f"x_{part}")
-            own = place(x, places, positions)
-            order = checkpoint.digest([t])
+            own = place(getattr(points, f"x_{part}"), places, positions)
             labels = t if plan.is_root else None
-            samples[part] = Samples(own, labels, order)
+            samples[part] = Samples(own, labels, checkpoint.digest([t]))
         return samples, 2
     home = Path(data)
     if not home.is_dir():
@@ -131,8 +129,7 @@ def _read(
     orders = set()
     for node in plan.nodes:
         path = home / f"{plan.graph.key(node)}.safetensors"
-        tensors = _load(path)
-        x = tensors.get("x", torch.empty(0))
+        x, order = _load(path, "x")
         count = len(nodes[0]) if nodes else len(x)
         shape = (count, 2 * plan.graph.sizes[node])
         if x.shape != shape or not bool(x.isfinite().all()):
@@ -141,11 +138,10 @@ def _read(
                 f"of node {plan.graph.label(node)}; it has {tuple(x.shape)}."
             )
         nodes.append(x.to(dtype))
-        orders.add(checkpoint.digest([tensors.get("id")]))
+        orders.add(order)
     t = None
     if plan.is_root:
-        tensors = _load(home / LABELS)
-        t = tensors.get("t", torch.empty(0))
+        t, order = _load(home / LABELS, "t")
         fits = len(t) == len(nodes[0])
         if classes and fits:
             fits = bool(((t >= 0) & (t < classes) & (t == t.long())).all())
@@ -155,7 +151,7 @@ def _read(
                 f"classes.json is 0) for each of {len(nodes[0])} samples."
             )
         t = t.long() if classes else t.reshape(-1, 1).to(dtype)
-        orders.add(checkpoint.digest([tensors.get("id")]))
+        orders.add(order)
     if len(orders) > 1:
         raise DataError(
             f"files in {home} have other samples, or another order, by their id."
@@ -167,8 +163,11 @@ def _read(
     return Samples(own, t, orders.pop())
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def _load(path: Path, name: str) -> tuple[Tensor, str]:
+    """A tensor of a file, and a text that tells its samples and their order."""
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot read {path}: {error}.") from error
+    order = checkpoint.digest([tensors.get("id")])
+    return tensors.get(name, torch.empty(0)), order

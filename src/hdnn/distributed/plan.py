@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -36,9 +37,10 @@ def partition(graph: Graph, parts: int) -> list[int]:
     if parts == nodes:
         return list(range(nodes))
     if parts > 1 and importlib.util.find_spec("pymetis"):
-        neighbours = []
-        for node, row in enumerate(graph.used):
-            neighbours.append([other for other in row if other != node])
+        neighbours = [
+            [other for other in row if other != node]
+            for node, row in enumerate(graph.used)
+        ]
         pymetis = importlib.import_module("pymetis")
         _, owner = pymetis.part_graph(parts, adjacency=neighbours)
         # It may leave a process of a tiny graph without a node.
@@ -172,21 +174,19 @@ class Halo:
             self._add(node)
         self.rows = self.extended
         # The nodes whose rows one process reads from another.
-        read: dict[tuple[int, int], set[int]] = {}
+        read: dict[tuple[int, int], set[int]] = defaultdict(set)
         for node, row in enumerate(graph.R):
             for other in row:
-                pair = owner[node], owner[other]
-                read.setdefault(pair, set()).add(other)
+                read[owner[node], owner[other]].add(other)
         self.receive: dict[int, tuple[int, int]] = {}
         self.send: dict[int, Tensor] = {}
         for peer in plan.peers:
             first = self.extended
-            received = read.get((plan.rank, peer), ())
-            for node in sorted(received):
+            for node in sorted(read[plan.rank, peer]):
                 self._add(node)
-            if received:
+            if self.extended > first:
                 self.receive[peer] = first, self.extended
-            sent = read.get((peer, plan.rank), ())
+            sent = read[peer, plan.rank]
             if sent:
                 self.send[peer] = self.index(sorted(sent))
         self.groups = self._groups()

@@ -32,7 +32,7 @@ from hdnn.errors import CheckpointError, ConvergenceError, HDNNError, choose
 from hdnn.heads import Augment, Model, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.training import checkpoint
 from hdnn.training.fit import Options
-from hdnn.training.output import Output, features
+from hdnn.training.output import Outcome, Output, features
 from hdnn.training.recipes import cosine, rate_factor
 
 NEWTON = 256  # features, up to which the root solves the output layer for each minibatch
@@ -185,39 +185,35 @@ class Training:
             data, self.plan, self.positions, settings.seed, dtype
         )
         seed = settings.seed + 1
-        self.head = _head(self.graph.features, classes, seed, dtype)
+        # The output layer of all nodes, of which the own block is trained in a joint training.
+        self.whole = _head(self.graph.features, classes, seed, dtype)
+        own = self.whole.weight.detach()[:, self.positions]
+        self.block = nn.Parameter(own.clone())
+        self.joint = options.solver == "joint"
+        self.head = self.whole
+        if self.joint:  # the root gets sums of scores, and adds the bias
+            self.head = _head(self.whole.outputs, classes, seed, dtype)
+            nn.init.eye_(self.head.weight)
         self.output = Output(
             self.head,
             options.solver,
             options.ridge,
             options.learning_rate,
         )
-        self.joint = options.solver == "joint"
-        # The own block of the output layer, and the bias, which is the root's.
-        own = self.head.weight.detach()[:, self.positions]
-        self.block = nn.Parameter(own.clone())
         self.model = nn.Module()
         self.model.net = self.net
         self.model.head = self.head
         self.model.block = self.block
-        trained: list[dict[str, Any]] = [
-            {
-                "params": [*self.net.parameters()],
-                "weight_decay": options.weight_decay,
-            }
-        ]
-        if self.joint:
-            trained.append(
-                {
-                    "params": [self.block, self.head.bias],
-                    "weight_decay": options.ridge,
-                }
-            )
         self.optimizer = torch.optim.Adam(
-            trained,
-            lr=options.learning_rate,
+            self.net.parameters(),
+            options.learning_rate,
+            weight_decay=options.weight_decay,
             fused=True,
         )
+        if self.joint:
+            output = [self.block, self.head.bias]
+            group = {"params": output, "weight_decay": options.ridge}
+            self.optimizer.add_param_group(group)
         self.generator = torch.Generator().manual_seed(options.seed)
         self.history: dict[str, list[float]] = {"loss": [], "accuracy": []}
         self.epoch = 0
@@ -296,21 +292,12 @@ class Training:
             for k, index in enumerate(batches):
                 done = (self.epoch + k / len(batches)) / epochs
                 results.append(self.step(index, done, steps))
-            losses, accuracies = zip(*results, strict=True)
-            loss = fmean(losses)
-            accuracy = fmean(accuracies)
+            loss, accuracy = map(fmean, zip(*results, strict=True))
             self.history["loss"].append(loss)
             self.history["accuracy"].append(accuracy)
             self.epoch += 1
             if tell is not None and self.plan.is_root:
-                tell(
-                    {
-                        "epoch": self.epoch,
-                        "epochs": epochs,
-                        "loss": loss,
-                        "accuracy": accuracy,
-                    }
-                )
+                tell({"epoch": self.epoch, "loss": loss, "accuracy": accuracy})
             if self.epoch == epochs and not self.joint:
                 self.refit()
             self.save()
@@ -321,11 +308,10 @@ class Training:
         options = self.options
         self.optimizer.zero_grad()
         sums = self.collected(self.net(x[index]))
-        gradient = torch.zeros_like(sums)
-        result = [0.0, 0.0]
+        outcome = Outcome(0.0, 0.0, torch.zeros_like(sums))
         if t is not None:
-            gradient, *result = self.learn(sums.detach(), t[index])
-        sums.backward(gradient)
+            outcome = self.learn(sums.detach(), t[index])
+        sums.backward(outcome.gradient)
         alpha = options.smoothness
         if options.smoothing == "cosine":
             alpha *= cosine(done)
@@ -343,7 +329,7 @@ class Training:
             norm = squares.sqrt()[0]
             nn.utils.clip_grads_with_norm_(trained, options.clip, norm)
         self.optimizer.step()
-        return result
+        return outcome.loss, outcome.accuracy
 
     # The output layer
 
@@ -356,32 +342,15 @@ class Training:
             own = own.index_copy(1, self.positions, y)
         return collect(own, self.messages)
 
-    def scores(self, sums: Tensor) -> Tensor:
-        """The scores (batch, outputs) from sums over all processes."""
-        if self.joint:
-            return sums + self.head.bias
-        return self.head(sums)
-
-    def learn(self, sums: Tensor, t: Tensor) -> tuple[Tensor, float, float]:
-        """The gradient of the sums at the root, and the loss and accuracy of a minibatch."""
-        if self.joint:
-            sums.requires_grad_()
-            scores = self.scores(sums)
-            self.head.loss(scores, t).backward()
-            gradient = sums.grad
-            loss, accuracy = _measure(self.head, scores.detach(), t)
-        else:
-            outcome = self.output.solve((sums, t, None))
-            gradient = outcome.gradient
-            loss = outcome.loss
-            accuracy = outcome.accuracy
-        if not math.isfinite(loss):
+    def learn(self, sums: Tensor, t: Tensor) -> Outcome:
+        """The loss of a minibatch at the root, and the gradient of the sums."""
+        outcome = self.output.solve((sums, t, None))
+        if not math.isfinite(outcome.loss):
             raise ConvergenceError(
                 f"the loss is not finite in epoch {self.epoch + 1}: the training has diverged; "
                 "lower learning_rate, clip the gradients, or use a smaller step."
             )
-        assert gradient is not None
-        return gradient.to(sums), loss, accuracy
+        return outcome
 
     def all_sums(self, x: Tensor) -> Tensor:
         """The sums for all samples, at the root."""
@@ -409,14 +378,15 @@ class Training:
             "history": self.history,
         }
         for part, (x, t, _) in self.samples.items():
-            scores = self.scores(self.all_sums(x))
+            sums = self.all_sums(x)
             if t is not None:
+                scores = self.head(sums)
                 metrics[f"{part}_rows"] = len(x)
-                loss, accuracy = _measure(self.head, scores, t)
-                metrics[f"{part}_loss"] = loss
-                if not math.isnan(accuracy):
-                    metrics[f"{part}_accuracy"] = accuracy
-                    metrics |= self.baseline(scores, t)
+                metrics[f"{part}_loss"] = float(self.head.loss(scores, t))
+                if not isinstance(self.head, RegressionHead):
+                    predicted = self.head.predict(scores)
+                    metrics[f"{part}_accuracy"] = _share(predicted == t)
+                    metrics |= self.baseline(predicted, t)
         traffic = self.messages.traffic()
         metrics["traffic"] = traffic
         metrics["messages"] = sum(row[2] for row in traffic)
@@ -424,13 +394,12 @@ class Training:
         metrics["seconds"] = round(time.perf_counter() - self.start, 2)
         return metrics
 
-    def baseline(self, scores: Tensor, t: Tensor) -> dict[str, Any]:
+    def baseline(self, predicted: Tensor, t: Tensor) -> dict[str, Any]:
         """The accuracy of always giving the most frequent class, and classes never predicted."""
         trained = self.samples["train"].t
         assert trained is not None
         common = int(trained.mode().values)
-        share = float((t == common).double().mean())
-        predicted = self.head.predict(scores)
+        share = _share(t == common)
         missed = set(t.tolist()) - set(predicted.tolist())
         return {
             "baseline_accuracy": share,
@@ -443,9 +412,10 @@ class Training:
         """One model of all nodes, at the root."""
         net = self.net.gather()
         if self.joint:
-            weight = torch.zeros_like(self.head.weight)
+            weight = torch.zeros_like(self.whole.weight)
             weight[:, self.positions] = self.block
-            self.head.weight.copy_(self.messages.up(weight))
+            self.whole.weight.copy_(self.messages.up(weight))
+            self.whole.bias.copy_(self.head.bias)
         if net is None:
             return None
         placement = self.settings.placement
@@ -453,12 +423,9 @@ class Training:
             placement = nodes.entry_points(self.graph)
         augment = None
         if placement is not None:
-            augment = Augment(
-                len(placement),
-                net.features,
-                placement=[*placement],
-            )
-        return Model(augment, net, self.head)
+            count = len(placement)
+            augment = Augment(count, net.features, placement=[*placement])
+        return Model(augment, net, self.whole)
 
 
 def _head(features: int, classes: int, seed: int, dtype: torch.dtype) -> Any:
@@ -471,9 +438,5 @@ def _head(features: int, classes: int, seed: int, dtype: torch.dtype) -> Any:
     return SoftmaxHead(features, classes, **options)
 
 
-def _measure(head: Any, scores: Tensor, t: Tensor) -> tuple[float, float]:
-    """Loss and accuracy; the latter is NaN for values."""
-    accuracy = math.nan
-    if not isinstance(head, RegressionHead):
-        accuracy = float((head.predict(scores) == t).double().mean())
-    return float(head.loss(scores, t)), accuracy
+def _share(which: Tensor) -> float:
+    return float(which.double().mean())

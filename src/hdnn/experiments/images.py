@@ -45,8 +45,8 @@ def job_of(
     }
 
 
-def train_images(job: Job, data: ImageData, options: Any, end: float) -> Job:
-    """The accuracies of one training, which stops at a time `end`, to be continued later."""
+def train(job: Job, data: ImageData, options: Any) -> Job:
+    """The result of one training, which continues an unfinished one."""
     digest = hashlib.sha256(runner.key(job).encode()).hexdigest()
     folder = options.runs / "unfinished" / digest[:16]
     place = (job["data"], job["network"])
@@ -54,7 +54,7 @@ def train_images(job: Job, data: ImageData, options: Any, end: float) -> Job:
     model = recipes.image_network(*place, **settings)
     model.to(options.device)
     recipe = ImageRecipe(**job["recipe"])
-    left = end - time.monotonic()
+    left = options.end - time.monotonic()
     history = fit_images(
         model, data, recipe, folder=folder, resume=True, seconds=left
     )
@@ -82,21 +82,20 @@ def run_images(
 
     It stops when the minutes are over, to be continued later.
     """
-    end = time.monotonic() + 60 * options.minutes
-    work = partial(train_images, data=data, options=options, end=end)
+    options.end = time.monotonic() + 60 * options.minutes
+    work = partial(train, data=data, options=options)
     rows = []
     results = runner.run_jobs(jobs, work, options.runs)
-    for cell, group in runner.grouped(results, *keys).items():
-        first = group[0]
-        row = {
-            **dict(zip(keys, cell, strict=True)),
-            "parameters": first["parameters"],
-            "epochs": len(first["curve"]),
-            "train": runner.summary([result["train"] for result in group]),
-            "test": runner.summary([result["test"] for result in group]),
-            "curves": [result["curve"] for result in group],
-            "epoch_seconds": min(result["epoch_seconds"] for result in group),
-            "device": first["device"],
+    for row, group in runner.grouped(results, *keys):
+        columns = {name: [each[name] for each in group] for name in group[0]}
+        row |= {
+            "parameters": group[0]["parameters"],
+            "epochs": len(group[0]["curve"]),
+            "train": runner.summary(columns["train"]),
+            "test": runner.summary(columns["test"]),
+            "curves": columns["curve"],
+            "epoch_seconds": min(columns["epoch_seconds"]),
+            "device": group[0]["device"],
         }
         rows.append(row)
     return rows
@@ -149,7 +148,7 @@ def table_three(options: Any) -> Result:
     with engine.use(precision="tf32"):
         results = run_images(jobs, data, options, "by", "network", "layers")
     for row in results:
-        network = "h1" if row["network"] == "h2" else row["network"]
+        network = row["network"].replace("h2", "h1")
         paper = TABLE_III.get((network, row["layers"]), NO_PAPER)
         target = CONVOLUTION if paper is NO_PAPER else paper[1]
         reached = runner.reached(row["test"]["mean"], target)
@@ -272,14 +271,7 @@ def draw_curves(rows: list[dict[str, Any]]) -> Any:
         line = {"color": colour, "linestyle": style["linestyle"]}
         ax.plot(epochs, mean, label=label, **line)
         low, high = curves.aminmax(dim=0)
-        ax.fill_between(
-            epochs,
-            low,
-            high,
-            color=colour,
-            alpha=0.2,
-            linewidth=0,
-        )
+        ax.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0)
     ax.grid(alpha=0.3)
     ax.set_ylim(60, 100)
     return finish(ax, 2, xlabel="epoch", ylabel="accuracy in %").figure

@@ -85,9 +85,8 @@ def cells(jobs: list[Job], options: Any, *keys: str) -> list[dict[str, Any]]:
     """Run all jobs; a row for all seeds of a cell, with the paper's figure."""
     results = runner.run_jobs(jobs, measure, options.runs, options.processes)
     rows = []
-    for cell, values in runner.grouped(results, *keys, "paper").items():
+    for row, values in runner.grouped(results, *keys, "paper"):
         ended = [value["accuracy"] for value in values if "accuracy" in value]
-        row = dict(zip((*keys, "paper"), cell, strict=True))
         row["failed"] = len(values) - len(ended)
         rows.append({**row, **runner.summary(ended or [0.0])})
     return rows

@@ -176,13 +176,16 @@ def _read(path: Path) -> dict[str, Job]:
 
 def grouped(
     results: Iterable[tuple[Job, Job]], *keys: str
-) -> dict[tuple[Any, ...], list[Job]]:
-    """The results of jobs that agree in these keys, by their values."""
+) -> list[tuple[dict[str, Any], list[Job]]]:
+    """The values of these keys, and the results of all jobs that agree in them."""
     groups: dict[tuple[Any, ...], list[Job]] = {}
     for job, result in results:
         cell = tuple(job[key] for key in keys)
         groups.setdefault(cell, []).append(result)
-    return groups
+    return [
+        (dict(zip(keys, cell, strict=True)), group)
+        for cell, group in groups.items()
+    ]
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -202,16 +205,6 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 def reached(value: float, paper: float) -> bool:
     """True if an accuracy, not rounded, is at or above the paper's figure."""
     return value >= paper - EPS
-
-
-def spread(values: Mapping[str, Any]) -> str:
-    """Mean and standard deviation over seeds."""
-    return f"{values['mean']:.2f} ± {values['std']:.2f}"
-
-
-def extremes(values: Mapping[str, Any]) -> str:
-    """Worst and best over seeds."""
-    return f"({values['worst']:.2f} to {values['best']:.2f})"
 
 
 def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
@@ -243,7 +236,8 @@ def grid(
         columns[name] = f"{{{name}}}"
         paper = row["paper"]
         mark = "**" if reached(row[what], paper) else ""
-        text = f"{mark}{spread(row)}{mark} {extremes(row)} [{paper:g}]"
+        text = f"{mark}{row['mean']:.2f} ± {row['std']:.2f}{mark} "
+        text += f"({row['worst']:.2f} to {row['best']:.2f}) [{paper:g}]"
         if "T" in row:
             text += f", {row['T']:.2g}"
         if row.get("failed"):

@@ -36,6 +36,8 @@ STYLES: tuple[dict[str, Any], ...] = (  # of lines, in turns
     {"color": ORANGE, "linestyle": (0, (6, 2)), "marker": "v"},
     {"color": SKY, "linestyle": (0, (1, 1)), "marker": "P"},
 )
+DASHED: dict[str, Any] = {"color": RED, "linestyle": "--"}
+DOTTED: dict[str, Any] = {"color": GREEN, "linestyle": "-."}
 LOW = 1e-8  # norms below have the last colour
 NORM = r"$\|\partial y_N / \partial y_j\|_2$"
 
@@ -78,13 +80,7 @@ def finish(ax: Axes, columns: int, **labels: Any) -> Axes:
 
 def level_one(ax: Axes, **label: Any) -> None:
     """The line of norm 1."""
-    ax.axhline(
-        1.0,
-        color=BLACK,
-        linewidth=0.8,
-        linestyle=":",
-        **label,
-    )
+    ax.axhline(1.0, color=BLACK, linewidth=0.8, linestyle=":", **label)
 
 
 def training_history(
@@ -110,21 +106,9 @@ def training_history(
     _epochs(ax, history.loss, label="loss", color=BLUE)
     _epochs(ax, history.validation_loss, label=label, color=BLACK)
     wrong = [1 - accuracy for accuracy in history.accuracy]
-    _epochs(
-        ax,
-        wrong,
-        label="wrong labels",
-        color=RED,
-        linestyle="--",
-    )
+    _epochs(ax, wrong, label="wrong labels", **DASHED)
     wrong = [1 - accuracy for accuracy in test]
-    _epochs(
-        ax,
-        wrong,
-        label="wrong labels, test",
-        color=GREEN,
-        linestyle="-.",
-    )
+    _epochs(ax, wrong, label="wrong labels, test", **DOTTED)
     if best:
         lowest = history.validation_loss[best - 1]
         ax.plot(best, lowest, color=BLACK, marker="o")
@@ -186,9 +170,9 @@ def _norm_curves(
     ax.fill_between(
         layers, smallest, largest, color=SKY, alpha=0.25, linewidth=0
     )
-    ax.plot(layers, largest, "--", color=RED, label="largest")
-    ax.plot(layers, median, color=BLUE, label="median")
-    ax.plot(layers, smallest, "-.", color=GREEN, label="smallest")
+    ax.plot(layers, largest, label="largest", **DASHED)
+    ax.plot(layers, median, label="median", color=BLUE)
+    ax.plot(layers, smallest, label="smallest", **DOTTED)
     level_one(ax, label="norm 1")
     least = min(smallest)
     if 0 < 20 * least < max(largest):
@@ -271,24 +255,13 @@ def diagnosis_gains(diagnosis: Diagnosis, ax: Axes | None = None) -> Axes:
     ax.semilogy(gains, "^--", color=RED, label="left of the gradient")
     ax.semilogy(own, ".", color=BLUE, label="let through by the layer")
     level_one(ax)
-    mark = {
-        "color": ORANGE,
-        "linewidth": 4,
-        "alpha": 0.4,
-        "zorder": 0,
-    }
     for fault in diagnosis.faults:
         if fault.layer in names:
-            ax.axvline(names.index(fault.layer), **mark)
+            place = names.index(fault.layer)
+            ax.axvline(place, color=ORANGE, linewidth=4, alpha=0.4, zorder=0)
     ticks = range(0, len(names), len(names) // 12 + 1)
     labels = [names[j][-24:] for j in ticks]
-    ax.set_xticks(
-        ticks,
-        labels,
-        rotation=30,
-        ha="right",
-        fontsize=7,
-    )
+    ax.set_xticks(ticks, labels, rotation=30, ha="right", fontsize=7)
     title = textwrap.shorten(diagnosis.summary, 90, placeholder=" ...")
     ax.set(ylabel="size", title=title)
     ax.legend(frameon=False, fontsize=8)

@@ -67,22 +67,9 @@ def decision_regions(
     chance = model.predict_proba(plane)[:, 1].reshape(grid, grid)
     chance = chance.T.cpu().double()
     colours = [colour for colour, _ in CLASSES]
-    levels = [-0.5, 0.5, 1.5]
-    ax.contourf(
-        xs,
-        ys,
-        chance,
-        levels=levels,
-        colors=colours,
-        alpha=0.25,
-    )
+    ax.contourf(xs, ys, chance, [-0.5, 0.5, 1.5], colors=colours, alpha=0.25)
     if chance.min() < 0.5 < chance.max():
-        border = {
-            "levels": [0.5],
-            "colors": BLACK,
-            "linewidths": 0.8,
-        }
-        ax.contour(xs, ys, chance, **border)
+        ax.contour(xs, ys, chance, [0.5], colors=BLACK, linewidths=0.8)
     x = data.x_test[:POINTS].cpu()
     t = data.t_test[:POINTS].cpu()
     for label, (colour, marker) in enumerate(CLASSES):
@@ -92,11 +79,7 @@ def decision_regions(
     if wrong.any():
         label = f"wrong ({int(wrong.sum())} of {len(t)})"
         _points(ax, x[wrong].T, "x", color=BLACK, label=label)
-    ax.set(
-        xlim=(left, right),
-        ylim=(low, high),
-        aspect="equal",
-    )
+    ax.set(xlim=(left, right), ylim=(low, high), aspect="equal")
     name = data.name.replace("_", " ").capitalize()
     ax.set_title(f"{name}: test points on the predicted classes")
     return finish(ax, 3, xlabel="$x_1$", ylabel="$x_2$")
@@ -138,23 +121,12 @@ def phase_portrait(
     for i, orbit in enumerate(states.unbind(1)):
         name = f"orbit {i + 1}" if names is None else names[i]
         style = STYLES[i % len(STYLES)]
-        ax.plot(
-            *orbit.T,
-            **style,
-            markevery=[0],
-            lw=1.5,
-            label=name,
-        )
+        ax.plot(*orbit.T, **style, markevery=[0], lw=1.5, label=name)
     if energy is not None:
         reach = 1.15 * float(states.abs().max())
         side = torch.linspace(-reach, reach, 121, dtype=torch.float64)
         H = energy(torch.cartesian_prod(side, side)).reshape(121, 121).T
-        level = {
-            "levels": 12,
-            "colors": BLACK,
-            "linewidths": 0.7,
-        }
-        ax.contour(side, side, H, alpha=0.18, **level)
+        ax.contour(side, side, H, 12, colors=BLACK, linewidths=0.7, alpha=0.18)
     ax.set(aspect="equal", title="Orbits")
     return finish(ax, 1, xlabel="$p$", ylabel="$q$")
 
@@ -189,47 +161,23 @@ def agent_paths(
     near = apart.amin(2) < distance  # (steps + 1, N)
     count = q.shape[1]
     radius = (distance or 0.2) / 2
-    for i in range(count):
+    for i, path in enumerate(q.unbind(1)):
         colour = AGENT_COLOURS[i % len(AGENT_COLOURS)]
-        ax.plot(
-            *q[:, i].T,
-            color=colour,
-            linewidth=1.2,
-            alpha=0.7,
-        )
+        ax.plot(*path.T, color=colour, linewidth=1.2, alpha=0.7)
         if targets is not None:
-            cross = {"markersize": 10, "markeredgewidth": 1.8}
-            ax.plot(*targets[i].cpu(), "+", color=colour, **cross)
-        end = tuple(q[-1, i].tolist())
-        ax.add_patch(
-            circle(
-                end,
-                radius,
-                color=colour,
-                alpha=0.85,
-                zorder=3,
-            )
-        )
+            ax.plot(*targets[i].cpu(), "P", color=colour, markersize=8)
+        end = tuple(path[-1].tolist())
+        ax.add_patch(circle(end, radius, color=colour, alpha=0.85, zorder=3))
         if count <= NUMBERED:
-            place = {
-                "ha": "center",
-                "va": "center",
-                "zorder": 4,
-            }
-            ax.annotate(f"{i}", end, fontsize=7, **place)
+            ax.annotate(f"{i}", end, ha="center", va="center", fontsize=7)
         if near[:, i].any():
             first = int(near[:, i].int().argmax())
-            ring = {"fill": False, "edgecolor": BLACK}
-            ax.add_patch(circle(q[first, i].tolist(), radius, **ring))
+            ring = circle(path[first].tolist(), radius, fill=False)
+            ax.add_patch(ring)
     collisions = int(near.any(0).sum())
     title = f"Paths of {count} agent{'s' * (count != 1)}"
     if collisions:
         title += f", {collisions} of which collide"
-    ax.set(
-        xlabel="$x$",
-        ylabel="$y$",
-        title=title,
-    )
-    ax.set_aspect("equal")
+    ax.set(xlabel="$x$", ylabel="$y$", title=title, aspect="equal")
     ax.autoscale_view()
     return ax
