@@ -160,7 +160,7 @@ def train(
             **job.facts,
             "run": str(run.folder),
             **options,
-            "network": repr(net or model).partition("\n")[0],
+            "network": repr(getattr(model, "net", model)).partition("\n")[0],
             "parameters": sum(p.numel() for p in model.parameters()),
             "common": data.common,
             **data.facts,
