@@ -204,7 +204,7 @@ def test_layers_can_be_run_alone_in_slices_and_looked_at(name):
     torch.testing.assert_close(net[3:](y), y)
     assert [layer.index for layer in net] == [0, 1, 2]
     assert len(net) == 3
-    first = net.names_by_layer()[0]
+    first = net.stacked[0]
     assert torch.equal(getattr(net[2], first), net.weight(first)[2])
     assert "Layer(2 of 3" in repr(net[2])
     with pytest.raises(IndexError):

@@ -130,14 +130,12 @@ def exact_tensor(value: Tensor) -> Tensor:
     dtype = value.dtype
     if value.is_floating_point():
         dtype = torch.float64
-    copied_value = value.detach().clone()
-    return copied_value.to("cpu", dtype)
+    return value.detach().clone().to("cpu", dtype)
 
 
 def spread(count: int, most: int) -> list[int]:
     """At most so many of 0 .. count - 1, evenly spread, with the first and the last."""
-    places = torch.linspace(0, count - 1, min(count, most))
-    nearest = places.round().long()
+    nearest = torch.linspace(0, count - 1, min(count, most)).round().long()
     return nearest.tolist()
 
 
@@ -145,11 +143,10 @@ def random_like(tensor: Tensor) -> Tensor:
     """Random numbers, the same ones for every tensor of this shape."""
     generator = torch.Generator()
     generator.manual_seed(tensor.numel())
-    numbers = torch.randn(tensor.shape, generator=generator)
-    return numbers.to(tensor)
+    return torch.randn(tensor.shape, generator=generator).to(tensor)
 
 
-class Result:
+class JSONResult:
     """A dataclass that can be written as JSON, with the properties that it lists as `derived`."""
 
     derived: ClassVar[tuple[str, ...]] = ()
@@ -161,8 +158,7 @@ class Result:
 
     def to_json(self) -> str:
         """One JSON object."""
-        values = self.to_dict()
-        return json.dumps(values, indent=2)
+        return json.dumps(self.to_dict(), indent=2)
 
 
 def _values(result: Any) -> dict[str, Any]:

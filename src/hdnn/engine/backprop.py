@@ -153,8 +153,7 @@ class Reversal(Segments):
     def forward(
         self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        kernel = self.kernel(self.stack.layers)
-        y_N, _ = kernel.forward(y, tensors, False)
+        y_N, _ = self.kernel(self.stack.layers).forward(y, tensors, False)
         return y_N, y_N.clone() if save else None
 
     def backward(

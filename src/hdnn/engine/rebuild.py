@@ -56,6 +56,11 @@ class Move(NamedTuple):
     name: str
     module: Any = None  # the owner of weights and statistics
 
+    def modules(self) -> list[nn.Module]:
+        """The owner and all modules inside of it."""
+        owner = self.module
+        return [*owner.modules()] if isinstance(owner, nn.Module) else []
+
     def bind(self, args: Any, options: Any) -> Move:
         """The move whose function gets further arguments."""
         function = self.function
@@ -268,10 +273,7 @@ class Snapshot:
         if device.type == "cuda":
             self.cuda_random = torch.cuda.get_rng_state(device)
         self.autocast = {kind: _autocast(kind) for kind in (device.type, "cpu")}
-        roots = [m.module for m in moves if isinstance(m.module, nn.Module)]
-        modules = list(
-            dict.fromkeys(m for root in roots for m in root.modules())
-        )
+        modules = dict.fromkeys(m for move in moves for m in move.modules())
         self.modes = [(module, module.training) for module in modules]
         self.weights = _held([module._parameters for module in modules])
         self.buffers = _held([module._buffers for module in modules])
@@ -417,13 +419,10 @@ class Rebuild:
             halves[move.target] = target.moved(result)
             if k == self.first + 1:
                 self.start = _detached(halves)
-                self.left = [
-                    torch.full_like(
-                        half.value, len(self.moves), dtype=torch.int
-                    )
-                    for half in halves
-                ]
-            if k > self.first + 1:
+                like = halves[0].value
+                never = like.new_full((), len(self.moves), dtype=torch.int)
+                self.left = [never, never]
+            elif k > self.first:
                 self._note_moved(k, move.target, halves[move.target])
         self.end = _detached(halves)
         return halves
@@ -586,13 +585,10 @@ def _detached(halves: list[Half]) -> list[Half]:
 
 def _is_lazy(move: Move) -> bool:
     """True if a module draws its first weights in this call, which cannot be repeated."""
-    modules: Any = ()
-    if isinstance(move.module, nn.Module):
-        modules = move.module.modules()
     return any(
         isinstance(module, LazyModuleMixin)
         and module.has_uninitialized_params()  # pyright: ignore
-        for module in modules
+        for module in move.modules()
     )
 
 

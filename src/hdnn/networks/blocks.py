@@ -40,7 +40,6 @@ class ShearLayers(nn.Module):
     a `ShapeError` if y cannot be halved, or if a module returns another shape than a half has.
     """
 
-    certified_at = "calls"
     dim: int
     state = "float"
     backprop = "stored"
