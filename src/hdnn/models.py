@@ -372,7 +372,7 @@ class ResNet(ImageModel):
 
     def features(self, x: Tensor) -> Tensor:
         """The means over all pixels of the last block: (B, 64)."""
-        _check_images(x, 3, None)
+        _check_images(x, 3)
         return self.blocks(torch.relu(self.norm(self.stem(x)))).mean((2, 3))
 
 
@@ -427,7 +427,7 @@ class AlexNet(ImageModel):
 
     def features(self, x: Tensor) -> Tensor:
         """The result of the last hidden layer: (B, 4096)."""
-        _check_images(x, 3, None)
+        _check_images(x, 3)
         x = F.interpolate(x, (224, 224), mode="bilinear", align_corners=False)
         return self.hidden(self.convolutions(x).flatten(1))
 
@@ -496,7 +496,7 @@ def _rising(drop: float, layers: int) -> list[float]:
     return [drop * (k + 1) / layers for k in range(layers)]
 
 
-def _check_images(x: Tensor, channels: int, size: int | None) -> None:
+def _check_images(x: Tensor, channels: int, size: int | None = None) -> None:
     fits = isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] == channels
     if fits and (size is None or x.shape[2:] == (size, size)):
         return

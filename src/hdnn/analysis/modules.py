@@ -27,8 +27,7 @@ def copied(module: Module) -> Module:
                 # PyTorch does not copy these.
                 computed[id(value)] = value.detach().clone()
     twin = copy.deepcopy(module, computed)
-    pairs = zip(module.parameters(), twin.parameters(), strict=True)
-    for old, new in pairs:
+    for old, new in zip(module.parameters(), twin.parameters(), strict=True):
         if new.requires_grad:
             _copy_hooks(old, new)
     return twin
@@ -36,11 +35,9 @@ def copied(module: Module) -> Module:
 
 def _copy_hooks(old: Tensor, new: Tensor) -> None:
     """PyTorch does not copy the hooks of parameters."""
-    hooks = old._backward_hooks or {}
-    for hook in hooks.values():
+    for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
-    hooks = old._post_accumulate_grad_hooks or {}
-    for hook in hooks.values():
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
         new.register_post_accumulate_grad_hook(hook)
 
 

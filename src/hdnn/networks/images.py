@@ -407,10 +407,8 @@ class HamiltonianUnit(nn.Module):
         draws = torch.rand(
             self.layers, len(y), 1, 1, 1, device=y.device
         ).unbind(0)
-        return [
-            (u >= p).to(self._wide) / (1 - p)
-            for u, p in zip(draws, self.drop, strict=True)
-        ]
+        pairs = zip(draws, self.drop, strict=True)
+        return [(u >= p).to(self._wide) / (1 - p) for u, p in pairs]
 
     def _chosen_backprop(self, y: Tensor) -> str:
         backprop = self.backprop

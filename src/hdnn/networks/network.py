@@ -489,22 +489,19 @@ class Network(nn.Module):
         It does not hold for a subclass that computes in another way, which may define its own, nor
         for a network with hooks, which may change values and gradients.
         """
+        why = f"no theorem covers {self.scheme.name} layers: norms below 1 are possible"
         reason = unknown_reason(self)
         if reason is not None:
-            return Guarantee(
-                False, "none", f"nothing is known of this network: {reason}"
-            )
-        if self.symplectic:
+            why = f"nothing is known of this network: {reason}"
+        elif self.symplectic:
             return Guarantee(True, SYMPLECTIC, ALWAYS)
-        if self.scheme.halves:
+        elif self.scheme.halves:
             return Guarantee(True, SHEARS, ALWAYS)
-        if self.forward_euler and self.sigma.monotone:
+        elif self.forward_euler and self.sigma.monotone:
             why = f"at any depth, because {self.activation} never decreases"
             return Guarantee(True, EXPANDING, why)
-        if self.forward_euler:
+        elif self.forward_euler:
             why = f"forward Euler promises nothing for {self.activation}, which may decrease"
-            return Guarantee(False, "none", why)
-        why = f"no theorem covers {self.scheme.name} layers: norms below 1 are possible"
         return Guarantee(False, "none", why)
 
     def layer_jacobians(
@@ -717,10 +714,10 @@ class Layers:
     def __repr__(self) -> str:
         if self.index is None:
             return f"Layers({list(self.numbers)} of {self.net!r})"
-        parts = []
-        for name in self.net.stacked:
-            shape = tuple(getattr(self, name).shape)
-            parts.append(f"{name} {shape}")
+        parts = [
+            f"{name} {tuple(getattr(self, name).shape)}"
+            for name in self.net.stacked
+        ]
         if hasattr(self.net, "h"):
             parts.append(f"h = {float(self.h):.4g}")
         return f"Layer({self.index} of {self.net.layers}: {', '.join(parts)})"
@@ -733,11 +730,10 @@ def spectral_norm(K: Tensor) -> Tensor:
 
 
 def _sliced(forces: tuple[Force, ...], layers: slice) -> tuple[Force, ...]:
-    pieces = []
-    for K, b, V in forces:
-        V = None if V is None else V[layers]
-        pieces.append(Force(K[layers], b[layers], V))
-    return tuple(pieces)
+    return tuple(
+        Force(K[layers], b[layers], None if V is None else V[layers])
+        for K, b, V in forces
+    )
 
 
 @torch.enable_grad()
