@@ -648,8 +648,9 @@ class Probe:
             if self._matters(run, names):
                 seen.detached.append(module or names[0])
             elif read or module in called:
+                own = ", ".join(name.rpartition(".")[2] for name in names)
                 seen.unknown.append(
-                    f"whether {module or names[0]} is trained: it runs, but its weights get no "
+                    f"whether {module or names[0]} is trained: it runs, but its {own} get no "
                     "gradient, and the output did not change when they were moved"
                 )
             else:
