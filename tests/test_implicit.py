@@ -119,7 +119,10 @@ def test_a_chord_is_the_mean_of_sigma_and_has_the_slope_of_autograd(
         torch.testing.assert_close(mean, sigma(z))
     (slope,) = torch.autograd.grad(mean.sum(), end)
     torch.testing.assert_close(
-        implicit.chord_slope(sigma, z, end), slope, rtol=1e-9, atol=1e-9
+        implicit.chord_slope(sigma, z, end, implicit.chord(sigma, z, end)),
+        slope,
+        rtol=1e-9,
+        atol=1e-9,
     )
 
 

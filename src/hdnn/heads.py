@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from hdnn.errors import DataError, OptionError, ShapeError, choose, positive_int
 from hdnn.networks import Network
+from hdnn.networks.network import normal
 
 __all__ = [
     "Augment",
@@ -63,8 +64,7 @@ class Augment(nn.Module):
             placement if isinstance(placement, str) else list(placement)
         )
         positions = self._positions()
-        places = set(positions) & set(range(features))
-        if len(places) != inputs:
+        if len(set(positions) & set(range(features))) != inputs:
             raise ShapeError(
                 f"{inputs} inputs need as many different positions in 0 .. {features - 1}, but got "
                 f"{positions}; take features >= {inputs}."
@@ -181,13 +181,7 @@ class LinearHead(nn.Module):
         """
         if self.weight.is_meta:
             return
-        # In float32, so that a seed gives the same head in any dtype.
-        draw = torch.randn(
-            self.weight.shape,
-            generator=generator,
-            device=(generator or self.weight).device,
-            dtype=torch.float32,
-        )
+        draw = normal(self.weight.shape, generator, self.weight.device)
         self.weight.copy_(self.features**-0.5 * draw)
         self.bias.zero_()
 

@@ -206,8 +206,7 @@ def _root(
         generator = torch.Generator().manual_seed(trial)
         z = torch.empty(a.shape[-1], dtype=c.dtype)
         z.uniform_(-1, 1, generator=generator)
-        start_again = c + _times(B, z.to(c.device).expand_as(a))
-        x = torch.where(solved, x, start_again)
+        x = torch.where(solved, x, c + _times(B, z.to(c.device).expand_as(a)))
     if not all(bool(t.isfinite().all()) for t in (c, B, A, a)):
         raise ConvergenceError(
             f"{where}: a state or a weight is NaN or infinite."
@@ -306,18 +305,15 @@ class _Solution(torch.autograd.Function):
         dA = _outer(u, x, A)
         d_start = None
         if start is not None:
-            z = _times(A, x) + a
-            d_start = chord_slope(sigma, z, start, value) * w
+            d_start = chord_slope(sigma, _times(A, x) + a, start, value) * w
         return None, v, dB, dA, u, d_start, None
 
 
 def _outer(u: Tensor, x: Tensor, like: Tensor) -> Tensor:
     """The sum of `u x^T` over all samples that share a matrix."""
     if like.ndim == 2:
-        rows = u.reshape(-1, u.shape[-1])
-        return rows.mT @ x.reshape(-1, x.shape[-1])
-    outer = u.unsqueeze(-1) * x.unsqueeze(-2)
-    return outer.sum_to_size(like.shape)
+        return u.reshape(-1, u.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
+    return (u.unsqueeze(-1) * x.unsqueeze(-2)).sum_to_size(like.shape)
 
 
 # Chords: the mean of sigma between two points
@@ -335,7 +331,7 @@ def chord(sigma: Activation, z: Tensor, end: Tensor) -> Tensor:
 
 
 def chord_slope(
-    sigma: Activation, z: Tensor, end: Tensor, value: Tensor | None = None
+    sigma: Activation, z: Tensor, end: Tensor, value: Tensor
 ) -> Tensor:
     """The derivative of `chord(sigma, z, end)` in `end`; with both swapped, that in z.
 
@@ -343,11 +339,9 @@ def chord_slope(
         sigma: the activation.
         z: one point.
         end: the other.
-        value: the chord, if it is known.
+        value: the chord.
     """
     d = end - z
-    if value is None:
-        value = chord(sigma, z, end)
     mean = _mean(sigma.slope, z, d, weighted=True)
     return _quotient(mean, value, sigma(end), d)
 

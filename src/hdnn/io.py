@@ -17,6 +17,7 @@ import os
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,22 +268,12 @@ def describe(module: nn.Module) -> dict[str, Any]:
     """
     kind = parametrize.type_before_parametrizations(module)
     _class(kind.__name__, expected=kind)
-    if hasattr(module, "config"):
-        config = dict(module.config())  # pyright: ignore[reportCallIssue]
-    else:
-        config = {}
-        for name in inspect.signature(kind).parameters:
-            if hasattr(module, name):
-                value = getattr(module, name)
-                config[name] = value is not None if name == "bias" else value
-    if isinstance(module, nn.Sequential):
-        config = dict(module.named_children())
-    name = kind.__name__
-    description = {"class": name, "config": config, "modules": {}}
-    for name, value in list(config.items()):
+    description = {"class": kind.__name__, "config": {}, "modules": {}}
+    for name, value in _arguments(module, kind).items():
         if isinstance(value, nn.Module):
-            del config[name]
             description["modules"][name] = describe(value)
+        else:
+            description["config"][name] = value
     if hasattr(module, "constants"):
         # Matrices such as J; their values are in the state.
         constants = module.constants()  # pyright: ignore[reportCallIssue]
@@ -290,6 +281,19 @@ def describe(module: nn.Module) -> dict[str, Any]:
             name: list(value.shape) for name, value in constants.items()
         }
     return description
+
+
+def _arguments(module: Any, kind: type) -> dict[str, Any]:
+    """The arguments of the constructor; of a Sequential its modules."""
+    if hasattr(module, "config"):
+        return module.config()
+    if kind is nn.Sequential:
+        return dict(module.named_children())
+    names = filter(partial(hasattr, module), inspect.signature(kind).parameters)
+    arguments = {name: getattr(module, name) for name in names}
+    if "bias" in arguments:
+        arguments["bias"] = module.bias is not None
+    return arguments
 
 
 def restore(description: Any) -> Any:

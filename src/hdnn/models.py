@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,14 @@ __all__ = [
 
 MNIST_STEPS = {"h1": 0.5, "h2": 0.5, "ms1": 0.4, "ms2": 0.4, "ms3": 0.4}
 POOLS = ("flatten", "mean")
+
+
+class Placement(TypedDict, total=False):
+    """Where the first weights come from, and where they go: see the top of this file."""
+
+    generator: torch.Generator | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
 
 
 class ImageModel(nn.Module):
@@ -111,12 +119,10 @@ class ImageModel(nn.Module):
         zero = self.linear.weight.new_zeros(())
         return sum([unit.smoothness() for unit in self.units], zero)
 
-    def _start(
-        self, generator: Any, dtype: torch.dtype | None, device: Any
-    ) -> None:
+    def _start(self, generator: Any = None, **where: Any) -> None:
         """Draw all weights, then go to their dtype and device."""
         self.reset_parameters(generator)
-        self.to(dtype=dtype, device=device)
+        self.to(**where)
 
 
 class MNISTNet(ImageModel):
@@ -271,12 +277,11 @@ class HDNNStar(ImageModel):
         self.stages = nn.ModuleList()
         options |= {"network": network, "step": step}
         for C, N in zip(channels, depths, strict=True):
-            unit = HamiltonianUnit(C, N, drop=drops[:N], **options)
-            self.stages.append(unit)
+            self.stages.append(HamiltonianUnit(C, N, drop=drops[:N], **options))
             drops = drops[N:]
         pixels = 1 if pool == "mean" else (size // 2 ** len(channels)) ** 2
         self.linear = nn.Linear(channels[-1] * pixels, classes)
-        self._start(generator, dtype, device)
+        self._start(generator, dtype=dtype, device=device)
 
     def features(self, x: Tensor) -> Tensor:
         """The result of `pool` for the pixels after the last unit: (B, features)."""
@@ -347,9 +352,7 @@ class ResNet(ImageModel):
         *,
         depth: int = 56,
         drop: float = 0.0,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **placement: Unpack[Placement],
     ) -> None:
         super().__init__()
         n, remainder = divmod(positive_int("depth", depth) - 2, 6)
@@ -365,13 +368,12 @@ class ResNet(ImageModel):
         blocks = [ResidualBlock(a, b, p) for (a, b), p in pairs]
         self.blocks = nn.Sequential(*blocks)
         self.linear = nn.Linear(64, positive_int("classes", classes))
-        self._start(generator, dtype, device)
+        self._start(**placement)
 
     def features(self, x: Tensor) -> Tensor:
         """The means over all pixels of the last block: (B, 64)."""
-        _check_images(x, 3, None)
-        y = torch.relu(self.norm(self.stem(x)))
-        return self.blocks(y).mean((2, 3))
+        _check_images(x, 3)
+        return self.blocks(torch.relu(self.norm(self.stem(x)))).mean((2, 3))
 
 
 class AlexNet(ImageModel):
@@ -390,16 +392,13 @@ class AlexNet(ImageModel):
     """
 
     def __init__(
-        self,
-        classes: int = 10,
-        *,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, classes: int = 10, **placement: Unpack[Placement]
     ) -> None:
         super().__init__()
         self.arguments = {"classes": positive_int("classes", classes)}
-        with torch.device(device or torch.get_default_device()):
+        with torch.device(
+            placement.get("device") or torch.get_default_device()
+        ):
             self.convolutions = nn.Sequential(
                 nn.Conv2d(3, 64, 11, stride=4, padding=2),
                 nn.ReLU(),
@@ -424,11 +423,11 @@ class AlexNet(ImageModel):
                 nn.ReLU(),
             )
             self.linear = nn.Linear(4096, classes)
-        self._start(generator, dtype, device)
+        self._start(**placement)
 
     def features(self, x: Tensor) -> Tensor:
         """The result of the last hidden layer: (B, 4096)."""
-        _check_images(x, 3, None)
+        _check_images(x, 3)
         x = F.interpolate(x, (224, 224), mode="bilinear", align_corners=False)
         return self.hidden(self.convolutions(x).flatten(1))
 
@@ -497,7 +496,7 @@ def _rising(drop: float, layers: int) -> list[float]:
     return [drop * (k + 1) / layers for k in range(layers)]
 
 
-def _check_images(x: Tensor, channels: int, size: int | None) -> None:
+def _check_images(x: Tensor, channels: int, size: int | None = None) -> None:
     fits = isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] == channels
     if fits and (size is None or x.shape[2:] == (size, size)):
         return

@@ -21,7 +21,6 @@ __all__ = [
     "Breach",
     "Explanation",
     "Sparsity",
-    "components",
     "dependency",
     "design",
     "explain",
@@ -93,20 +92,6 @@ def is_local(T: Any, R: Any, S: Any) -> bool:
     S = binary("S", S)
     _check_alike("R", needed, "S", S)
     return bool((needed <= S).all())
-
-
-def components(T: Any, R: Any) -> list[list[int]]:
-    """The connected components: the groups of nodes that hear of each other, at any depth.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn import sparsity
-        >>> sparsity.components(torch.eye(3), [[1, 1, 0], [1, 1, 0], [0, 0, 1]])
-        [[0, 1], [2]]
-    """
-    needed = dependency(T, R)
-    needed = needed.reshape(-1, *needed.shape[-2:]).any(0)
-    return groups(links_of(needed | needed.mT))
 
 
 def groups(links: Links) -> list[list[int]]:
@@ -327,15 +312,11 @@ class Sparsity:
                 raise OptionError(
                     "T must be symmetric, because J is skew-symmetric; use T + T^T."
                 )
-            self.check_local(self.T)
+            if self.S is not None:
+                check_no_breach(explain(self.T, self.R, self.S))
 
     def _patterns(self) -> dict[str, Tensor | None]:
         return {"R": self.R, "T": self.T, "S": self.S}
-
-    def check_local(self, T: Tensor) -> None:
-        """Raise an `OptionError` if S is given and lacks links that updates with this T need."""
-        if self.S is not None:
-            check_no_breach(explain(T, self.R, self.S))
 
     def node_sizes(self, features: int) -> tuple[int, ...]:
         """The sizes as given, or else equal shares of the features."""

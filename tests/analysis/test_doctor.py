@@ -317,7 +317,17 @@ def test_a_layer_that_runs_for_nothing_is_not_known():
     assert not diagnosis.faults
     assert not diagnosis.healthy
     assert "whether a is trained" in diagnosis.unknown[0]
+    assert "its weight, bias get no gradient" in diagnosis.unknown[0]
     assert "NOT EVERYTHING IS KNOWN" in str(diagnosis)
+
+
+def test_of_an_energy_only_the_last_bias_is_not_trained():
+    energy = nn.Sequential(nn.Linear(32, 8), nn.Softplus(), nn.Linear(8, 1))
+    field = hdnn.GradientField(energy)
+    diagnosis = diagnose(nn.Sequential(field, nn.Linear(32, 2)), rows())
+    assert not diagnosis.faults
+    (unknown,) = diagnosis.unknown
+    assert "whether 0.energy.2 is trained: it runs, but its bias get" in unknown
 
 
 class Branch(nn.Module):

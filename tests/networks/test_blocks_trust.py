@@ -215,6 +215,32 @@ def test_a_half_is_the_given_one_until_it_moves(half, unmoved):
     )
 
 
+@pytest.mark.parametrize("N", [4, 12])
+@pytest.mark.parametrize(
+    "zeros", [slice(0, D), slice(D, None), slice(None, None, 2)]
+)
+def test_entries_that_have_not_moved_come_back_to_the_last_bit(zeros, N):
+    """Modules that begin and end in ReLU leave zeros at its kink for many layers."""
+    relu = [
+        Coupling(*[nn.Sequential(nn.ReLU(), nn.Linear(D, D), nn.ReLU())] * 2)
+        for _ in range(N)
+    ]
+    torch.manual_seed(0)
+    net = Reversible(relu)
+    for weight in net.parameters():
+        nn.init.normal_(weight, std=0.3)
+    y = torch.randn(64, 2 * D)
+    y[:, zeros] = 0
+    y.requires_grad_()
+    expected = gradients(net, y)
+    net.backprop = "reversible"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rebuilt = gradients(net, y)
+    for a, b in zip(rebuilt, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.norm()))
+
+
 def test_a_state_that_is_not_finite_gives_gradients_that_are_not_and_no_error():
     net = stack(backprop="reversible")
     y = state_of()
@@ -232,7 +258,9 @@ def test_a_state_that_is_not_finite_gives_gradients_that_are_not_and_no_error():
 def test_states_that_are_too_small_for_the_grid_are_a_warning():
     net = stack(state="fixed")
     small = torch.full((2, 2 * D), 1e-13, dtype=F64)
-    for y in (small, torch.cat([small, torch.ones_like(small)])):
+    half = small.clone()
+    half[:, D:] = 1.0
+    for y in (small, torch.cat([small, torch.ones_like(small)]), half):
         with pytest.warns(GridWarning, match=r"of y_0 is 1.0e-13 at most"):
             net(y)
     with warnings.catch_warnings():
@@ -657,3 +685,12 @@ def test_a_subclass_that_computes_something_else_has_no_guarantee():
         nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 1))
     )
     assert "symplectic" in Leapfrog(field).guarantee().theorem
+
+
+def test_a_field_whose_energy_has_a_hook_is_not_called_symplectic():
+    energy = nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 1))
+    layer = Leapfrog(GradientField(energy))
+    assert layer.symplectic
+    energy[1].register_full_backward_hook(lambda m, g, _: (g[0].clamp(0),))
+    assert not layer.symplectic
+    assert layer.guarantee().holds  # the layer is still a shear

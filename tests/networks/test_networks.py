@@ -204,7 +204,7 @@ def test_layers_can_be_run_alone_in_slices_and_looked_at(name):
     torch.testing.assert_close(net[3:](y), y)
     assert [layer.index for layer in net] == [0, 1, 2]
     assert len(net) == 3
-    first = net.names_by_layer()[0]
+    first = net.stacked[0]
     assert torch.equal(getattr(net[2], first), net.weight(first)[2])
     assert "Layer(2 of 3" in repr(net[2])
     with pytest.raises(IndexError):
@@ -497,3 +497,25 @@ def test_an_mlp_can_be_trained_by_fit_although_it_has_no_step():
         model, torch.randn(20, 4), t, epochs=2, progress=False
     )
     assert history is not None
+
+
+@pytest.mark.parametrize("layers", [18, 100])
+@pytest.mark.parametrize("features", [2, 4])
+def test_zeros_in_the_first_state_do_not_cross_the_kink_of_relu(
+    features, layers
+):
+    torch.manual_seed(0)
+    net = hdnn.H2(features, layers, activation="relu")
+    y = torch.randn(16, features)
+    y[:, features // 2 :] = 0
+    y.requires_grad_()
+
+    def gradients(backprop):
+        net.backprop = backprop
+        return torch.autograd.grad(net(y).square().mean(), [y, *net.stacks()])
+
+    pairs = zip(gradients("reversible"), gradients("stored"), strict=True)
+    for rebuilt, expected in pairs:
+        torch.testing.assert_close(
+            rebuilt, expected, rtol=1e-3, atol=1e-4 * float(expected.norm())
+        )

@@ -39,8 +39,7 @@ def bsm_bound_paper(net: Network) -> Tensor:
         >>> bool(hdnn.analysis.bsm_bound_continuous(net) < hdnn.analysis.bsm_bound_paper(net))
         True
     """
-    steps = steps_of(net)
-    T = steps.sum()
+    T = steps_of(net).sum()
     root = math.sqrt(net.features)
     Q = root * net.field_rates().max()
     return root * torch.exp(Q * T)
@@ -194,8 +193,7 @@ def bounds(net: Network, y: Tensor | None = None) -> list[Bound]:
     if y is None:
         return compared_bounds(net)
     net = exact(net)
-    states = y.to("cpu", torch.float64)
-    Phi = backward_sensitivity(net, states)
+    Phi = backward_sensitivity(net, y.to("cpu", torch.float64))
     values = singular_values(Phi)
     return compared_bounds(net, float(values.min()), float(values.max()))
 

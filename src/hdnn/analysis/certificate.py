@@ -27,7 +27,7 @@ from hdnn.analysis.measure import (
     measure_network,
 )
 from hdnn.analysis.modules import (
-    Result,
+    JSONResult,
     call_module,
     check_finite,
     copied,
@@ -63,7 +63,7 @@ PARTS = (Network, HamiltonianUnit, Coupling, Leapfrog, Reversible)
 
 
 @dataclass(frozen=True)
-class Certificate(Result):
+class Certificate(JSONResult):
     """The answer to 'is the gradient shrunk?', for a network or for the parts of a model.
 
     Made by `certify`. Print it to read it; `plot()` draws the norms against the layers. Of a model
@@ -350,10 +350,8 @@ def _finite_in_own_dtype(module: nn.Module, call: BlockCall) -> Tensor:
         return x.to(weight.device)
 
     own_call = BlockCall(*mapped(own, tuple(call)))
-    twin = copied(module).eval()
-    out = own_call.run(twin, own_call.y)
-    finite = out.isfinite().flatten(1)
-    return finite.all(1).cpu()
+    out = own_call.run(copied(module).eval(), own_call.y)
+    return out.isfinite().flatten(1).all(1).cpu()
 
 
 def _certificate(module: Any, measured: Measured, points: str) -> Certificate:
@@ -492,16 +490,9 @@ def _joined(
     troubles = [
         f"{name}: {c.trouble}" for name, c in certificates.items() if c.trouble
     ]
-    inside: set[nn.Module] = set()
-    for part in parts.values():
-        inside.update(part.modules())
-    kinds: Counter[str] = Counter()
-    for module in model.modules():
-        if module not in inside and not list(module.children()):
-            kinds[type(module).__name__] += 1
-    others = []
-    for kind, count in kinds.items():
-        others.append(f"{kind} x {count}" if count > 1 else kind)
+    inside = {m for part in parts.values() for m in part.modules()}
+    outside = [m for m in model.modules() if m not in inside]
+    kinds = Counter(type(m).__name__ for m in outside if not [*m.children()])
     return Certificate(
         network=type(model).__name__,
         guaranteed=all(certificate.guaranteed for certificate in every),
@@ -511,7 +502,10 @@ def _joined(
         smallest_norm=min(certificate.smallest_norm for certificate in every),
         largest_norm=max(certificate.largest_norm for certificate in every),
         parts=certificates,
-        others=tuple(others),
+        others=tuple(
+            f"{kind} x {count}" if count > 1 else kind
+            for kind, count in kinds.items()
+        ),
     )
 
 
@@ -535,8 +529,7 @@ def _recorded_states(
     calls: dict[nn.Module, list[BlockCall]] = {}
 
     def record(part: nn.Module, args: Any, options: Any) -> None:
-        call = _call(args, **options)
-        calls.setdefault(part, []).append(call)
+        calls.setdefault(part, []).append(_call(args, **options))
 
     handles = [
         part.register_forward_pre_hook(record, with_kwargs=True)

@@ -73,16 +73,13 @@ class ContinuousNetwork:
         # The field is sigma(y K^T + b) V for rows y.
         self._V = self._K @ self.J.mT
         self._sigma = activations.get(self.net.activation)
-        steps = steps_of(self.net)
-        ends = steps.cumsum(0)
-        start = ends.new_zeros(1)
-        self.times = torch.cat([start, ends])
+        ends = steps_of(self.net).cumsum(0)
+        self.times = torch.cat([ends.new_zeros(1), ends])
         self.T = float(self.times[-1])
 
     def trajectory(self, y: Tensor, t: Times = None) -> Tensor:
         """y(t): `(len(t), *batch, n)`."""
-        times = self._times(t)
-        states = self._solve(self._rows(y), 0.0, times)
+        states = self._solve(self._rows(y), 0.0, self._times(t))
         return states[..., 0].reshape(-1, *y.shape)
 
     def flow(
@@ -91,8 +88,7 @@ class ContinuousNetwork:
         """The state at `end`, by default T, from y at `start`; backwards too: `(*batch, n)`."""
         if end is None:
             end = self.T
-        stop = self._times(end)
-        states = self._solve(self._rows(y), start, stop)
+        states = self._solve(self._rows(y), start, self._times(end))
         return states[..., 0].reshape(y.shape)
 
     def sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
@@ -102,24 +98,19 @@ class ContinuousNetwork:
 
     def gradients(self, y: Tensor, delta_T: Tensor, t: Times = None) -> Tensor:
         """dL/dy(t) from delta_T = dL/dy(T), by its own ODE (eq:delta_CT): `(len(t), *batch, n)`."""
-        delta = self._back(y, self._rows(delta_T), t)
-        return delta.reshape(-1, *y.shape)
+        return self._back(y, self._rows(delta_T), t).reshape(-1, *y.shape)
 
     def forward_sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
         """dy(t)/dy(0) along the trajectory from y: `(len(t), *batch, n, n)`."""
         times = self._times(t)
-        columns = self._identity(y)
-        start = torch.cat([self._rows(y), columns], -1)
-        states = self._solve(start, 0.0, times)
-        M = states[..., 1:]
+        start = torch.cat([self._rows(y), self._identity(y)], -1)
+        M = self._solve(start, 0.0, times)[..., 1:]
         return M.mT.reshape(-1, *y.shape, y.shape[-1])
 
     def _back(self, y: Tensor, columns: Tensor, t: Times) -> Tensor:
         """M(t) with dM/dt = -A(t) M and M(T) = columns (B, n, c): `(len(t), B, n, c)`."""
-        y_T = self._rows(self.flow(y))
-        end = torch.cat([y_T, columns], -1)
-        states = self._solve(end, self.T, self._times(t))
-        return states[..., 1:]
+        end = torch.cat([self._rows(self.flow(y)), columns], -1)
+        return self._solve(end, self.T, self._times(t))[..., 1:]
 
     @torch.no_grad()
     def _solve(self, Z: Tensor, start: float, times: Tensor) -> Tensor:
@@ -145,8 +136,7 @@ class ContinuousNetwork:
             points.update(t for t in wanted if low < t < high)
             ordered = sorted(points, reverse=back)
             solution = self._solve_layer(j, states[begin], ordered)
-            pairs = zip(ordered, solution, strict=True)
-            states.update(pairs)
+            states.update(zip(ordered, solution, strict=True))
         return torch.stack([states[t] for t in wanted])
 
     def _solve_layer(self, j: int, Z: Tensor, points: list[float]) -> Tensor:
@@ -154,8 +144,7 @@ class ContinuousNetwork:
         back = points[-1] < points[0]
 
         def rate(t: float, flat: np.ndarray) -> np.ndarray:
-            state = torch.from_numpy(flat).view(Z.shape)
-            rates = self._rate(j, state, back)
+            rates = self._rate(j, torch.from_numpy(flat).view(Z.shape), back)
             finite = bool(rates.isfinite().all())
             # The solver would try ever smaller steps.
             if not finite:
@@ -177,8 +166,7 @@ class ContinuousNetwork:
             raise ConvergenceError(
                 f"the ODE cannot be solved: {solution.message}"
             )
-        states = torch.tensor(solution.y.T)
-        return states.reshape(-1, *Z.shape)
+        return torch.tensor(solution.y.T).reshape(-1, *Z.shape)
 
     def _rate(self, j: int, Z: Tensor, back: bool) -> Tensor:
         """dZ/dt in layer j, for Z = (y, M) of shape (B, n, 1 + c)."""
@@ -190,22 +178,18 @@ class ContinuousNetwork:
         field = (self._sigma(x) @ V).unsqueeze(-1)
         if not M.numel():
             return field
-        slope = self._sigma.slope(x)
-        D = slope.unsqueeze(-1)
+        D = self._sigma.slope(x).unsqueeze(-1)
         A = K.mT @ (D * V)
         growth = -A @ M if back else A.mT @ M
         return torch.cat([field, growth], -1)
 
     def _rows(self, y: Tensor) -> Tensor:
         """Samples as (B, n, 1) in float64."""
-        rows = state_rows(y, self.net.features)
-        return rows.unsqueeze(-1)
+        return state_rows(y, self.net.features).unsqueeze(-1)
 
     def _identity(self, y: Tensor) -> Tensor:
         n = self.net.features
-        samples = y.numel() // n
-        identity = torch.eye(n, dtype=torch.float64)
-        return identity.repeat(samples, 1, 1)
+        return torch.eye(n, dtype=torch.float64).repeat(y.numel() // n, 1, 1)
 
     def _times(self, t: Times) -> Tensor:
         if t is None:

@@ -46,18 +46,14 @@ def example(T: float, eps: float = 1.0) -> ContinuousNetwork:
 
 def energy(y: Tensor) -> Tensor:
     """H = log cosh p + log cosh q."""
-    tanh = activations.get("tanh")
-    log_cosh = tanh.integral(y.double())
-    return log_cosh.sum(-1)
+    return activations.get("tanh").integral(y.double()).sum(-1)
 
 
 def diameter(y: Tensor) -> Tensor:
     """The largest distance on the orbits through y, along an axis."""
     H = energy(y)
     # acosh(exp(H)), without the digits that exp(H) loses where H is small
-    square = torch.expm1(2 * H)
-    radius = torch.asinh(square.sqrt())
-    return 2 * radius
+    return 2 * torch.asinh(torch.expm1(2 * H).sqrt())
 
 
 def period(y: Tensor, eps: float = 1.0) -> Tensor:
@@ -75,9 +71,7 @@ def measured_period(y: Tensor, eps: float = 1.0) -> float:
     square = velocity.square().sum()
     time = float(period(y, eps))
     for _ in range(NEWTON_STEPS):
-        ode = example(time, eps)
-        end = ode.flow(start)
-        ahead = (end - start) @ velocity
+        ahead = (example(time, eps).flow(start) - start) @ velocity
         time -= float(ahead / square)
     return time
 
@@ -87,9 +81,7 @@ def growth(y: Tensor, t: Tensor, eps: float = 1.0) -> Tensor:
 
     The weights are constant in time, so it depends on t and the state, but not on T.
     """
-    T = float(t.max())
-    ode = example(T, eps)
-    return ode.forward_sensitivity(y, t)
+    return example(float(t.max()), eps).forward_sensitivity(y, t)
 
 
 def finite_growth(
@@ -103,12 +95,9 @@ def finite_growth(
     state = y.double().unsqueeze(-2)
     moved = state + gamma * torch.eye(2, dtype=torch.float64)
     starts = torch.cat([state, moved], -2)
-    T = float(t.max())
-    ode = example(T, eps)
-    states = ode.trajectory(starts, t)
+    states = example(float(t.max()), eps).trajectory(starts, t)
     unmoved, moved = states.split([1, 2], -2)
-    distances = (moved - unmoved).norm(dim=-1)
-    return distances / gamma
+    return (moved - unmoved).norm(dim=-1) / gamma
 
 
 def envelope_slope(y: Tensor, eps: float = 1.0) -> Tensor:
@@ -122,10 +111,8 @@ def envelope_slope(y: Tensor, eps: float = 1.0) -> Tensor:
     complement = 1 - m
     rate = (E / K - complement) / m  # P'(H)/P
     rate = rate.where(m > 1e-8, 0.5)
-    gradient = torch.tanh(y.double())
-    first = gradient.norm(dim=-1)
-    square = -2 * torch.expm1(-energy(y))
-    largest = square.sqrt()
+    first = torch.tanh(y.double()).norm(dim=-1)
+    largest = (-2 * torch.expm1(-energy(y))).sqrt()
     return abs(eps) * rate * first * largest
 
 
@@ -139,15 +126,13 @@ def fitted_envelope(t: Tensor, sizes: Tensor) -> tuple[float, float]:
     falls = inner >= sizes[2:]
     half = t[-1] / 2
     late = t[1:-1] >= half
-    maxima = rises & falls & late
-    top = maxima.nonzero().flatten() + 1
+    top = (rises & falls & late).nonzero().flatten() + 1
     if len(top) < 2:
         raise OptionError(
             f"the second half has {len(top)} local maxima, but a line needs two; take a longer t."
         )
     times = t[top].double().numpy()
-    heights = sizes[top].double().numpy()
-    slope, height = np.polyfit(times, heights, 1)
+    slope, height = np.polyfit(times, sizes[top].double().numpy(), 1)
     return float(slope), float(height)
 
 
@@ -179,18 +164,15 @@ def layer_growth(h: float, k: float, layers: int = 64) -> LayerGrowth:
     weight = torch.full((1, 1, 1), k, dtype=torch.float64)
     net.assign("K_p", weight)
     net.assign("K_q", weight)
-    origin = torch.zeros(2, dtype=torch.float64)
-    Phi = backward_sensitivity(net, origin)
+    Phi = backward_sensitivity(net, torch.zeros(2, dtype=torch.float64))
     sizes = norms(Phi).flip(0)
     half = layers // 2
     first = sizes[: half + 1].max()  # norms may oscillate
-    second = sizes[half + 1 :].max()
-    growth = (second / first).log()
+    growth = (sizes[half + 1 :].max() / first).log()
     a = h * k * k
     bound = math.inf
     if a < 2:
-        square = (2 + a) / (2 - a)
-        bound = math.sqrt(square)
+        bound = math.sqrt((2 + a) / (2 - a))
     return LayerGrowth(
         rate=float(growth) / (layers - half),
         exact=2 * math.acosh(max(a, 2.0) / 2),
@@ -205,7 +187,5 @@ def _elliptic(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     special = require("scipy.special", extra="science")
     H = energy(y)
     m = -torch.expm1(-2 * H)
-    complement = torch.exp(-2 * H)
-    K = special.ellipkm1(complement.numpy())
-    E = special.ellipe(m.numpy())
-    return m, torch.as_tensor(K), torch.as_tensor(E)
+    K = special.ellipkm1(torch.exp(-2 * H).numpy())
+    return m, torch.as_tensor(K), torch.as_tensor(special.ellipe(m.numpy()))

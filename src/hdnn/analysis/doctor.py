@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from hdnn import plotting
 from hdnn.analysis.modules import (
-    Result,
+    JSONResult,
     call_module,
     copied,
     mapped,
@@ -72,7 +72,7 @@ STEEP = {
 
 
 @dataclass(frozen=True)
-class Diagnosis(Result):
+class Diagnosis(JSONResult):
     """What is wrong with the gradients of a model at some inputs.
 
     Made by `diagnose`. Print it to read it; `plot()` draws the gradient against depth.
@@ -119,10 +119,9 @@ class Diagnosis(Result):
         """The result in a sentence."""
         places = [f"{fault.kind} at {fault.layer}" for fault in self.faults]
         if places:
-            count = len(places)
-            faults = "fault" if count == 1 else "faults"
+            faults = "fault" if len(places) == 1 else "faults"
             where = ", ".join(places)
-            return f"{self.model}: {count} {faults} found: {where}."
+            return f"{self.model}: {len(places)} {faults} found: {where}."
         if self.unknown:
             return f"{self.model}: no fault was found, but NOT EVERYTHING IS KNOWN."
         return f"{self.model}: no fault was found, gradients reach every layer."
@@ -198,11 +197,7 @@ def diagnose(
     rows = _row_count(x)
     fits = target is None or _row_count(target) == rows
     if rows > samples and fits:
-
-        def first(tensor: Tensor) -> Tensor:
-            return tensor[:samples] if tensor.ndim else tensor
-
-        x, target = mapped(first, (x, target))
+        x, target = mapped(lambda t: t[:samples] if t.ndim else t, (x, target))
     with (
         running(model, "x"),
         warnings.catch_warnings(),
@@ -302,7 +297,10 @@ class ModelRun:
         self.x = mapped(_fresh, x)
         inputs = [tensor for tensor in _floats(self.x) if tensor.ndim > 1]
         self._record("input", inputs)
-        self._seed()
+        # Every run has the same dropout.
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        np.random.seed(SEED)  # noqa: NPY002
         device = next(self.model.parameters()).device.type
         with (
             torch.enable_grad(),
@@ -314,12 +312,6 @@ class ModelRun:
         outputs = _floats(self.output)
         large = [tensor for tensor in outputs if tensor.numel() > 1]
         self.outputs = large or outputs
-
-    def _seed(self) -> None:
-        """Let every run have the same dropout."""
-        torch.manual_seed(SEED)
-        random.seed(SEED)
-        np.random.seed(SEED)  # noqa: NPY002
 
     def _prepare(self) -> None:
         for name, module in self.model.named_modules():
@@ -374,25 +366,16 @@ class ModelRun:
         """The loss, or a random projection of all outputs; None if it has no gradient."""
         if loss is None:
             return self._projection()
-        if target is None:
-            value = loss(self.output)
-        else:
-            value = loss(self.output, target)
+        args = () if target is None else (target,)
+        value = loss(self.output, *args)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise OptionError("loss must give one number, as a tensor.")
         return value if value.requires_grad else None
 
     def _projection(self) -> Tensor | None:
-        total = None
-        for tensor in _floats(self.output):
-            if not tensor.requires_grad:
-                continue
-            product = (tensor * random_like(tensor)).sum()
-            if total is None:
-                total = product
-            else:
-                total = total + product
-        return total
+        tensors = [t for t in _floats(self.output) if t.requires_grad]
+        products = [(tensor * random_like(tensor)).sum() for tensor in tensors]
+        return sum(products[1:], products[0]) if products else None
 
     def gradients(self, objective: Tensor | None) -> dict[str, Tensor]:
         """The gradients of an objective by the weights that it depends on."""
@@ -419,8 +402,7 @@ class ModelRun:
             if node is not None:
                 recorded.setdefault(node, state)
         order = _from_leaves_on(end.grad_fn)
-        first = _first_node(end, recorded, order)
-        cuts = _cut_nodes(order, first, recorded)
+        cuts = _cut_nodes(order, _first_node(end, recorded, order), recorded)
         states = [recorded[node] for node in cuts]
         return sorted(states, key=lambda state: state.time)
 
@@ -516,8 +498,7 @@ class ActivationTrace(TorchFunctionMode):
         out = func(*args, **options)
         name = getattr(func, "__name__", "").rstrip("_")
         if name != "__get":  # an attribute, such as the shape
-            tensors = _tensors([args, kwargs])
-            self.run.read.update(map(id, tensors))
+            self.run.read.update(map(id, _tensors([args, kwargs])))
         if name not in STEEP and name != "softmax":
             return out
         x = args[0] if args else None
@@ -538,9 +519,7 @@ class ActivationTrace(TorchFunctionMode):
         a = self.run.activations.setdefault((module, name), new)
         if name == "softmax":
             # With a mask, a row may have one place to look at only: it is certain, and rightly so.
-            largest = x.amax(-1, keepdim=True)
-            seen = x > largest - MASKED
-            choices = seen.sum(-1) > 1
+            choices = (x > x.amax(-1, keepdim=True) - MASKED).sum(-1) > 1
             certain = out.detach().amax(-1) > 1 - 1e-4
             flat = certain[choices]
         else:
@@ -570,8 +549,7 @@ def _count_units(a: ActivationCount, flat: Tensor) -> None:
     a.active = 0.0
     living = by_unit[~(dead | always)]
     if living.numel():
-        active = ~living
-        a.active = float(active.float().mean())
+        a.active = float((~living).float().mean())
 
 
 # What is measured
@@ -608,8 +586,7 @@ class Probe:
         states = run.chain()
         if not states:
             return
-        body = _body(run, states)
-        before = states[: body + 1]
+        before = states[: _body(run, states) + 1]
         tensors = [state.tensor for state in before]
         y_N = tensors[-1]
         u = random_like(y_N)
@@ -671,8 +648,9 @@ class Probe:
             if self._matters(run, names):
                 seen.detached.append(module or names[0])
             elif read or module in called:
+                own = ", ".join(name.rpartition(".")[2] for name in names)
                 seen.unknown.append(
-                    f"whether {module or names[0]} is trained: it runs, but its weights get no "
+                    f"whether {module or names[0]} is trained: it runs, but its {own} get no "
                     "gradient, and the output did not change when they were moved"
                 )
             else:
@@ -681,8 +659,7 @@ class Probe:
     def _matters(self, run: ModelRun, names: list[str]) -> bool:
         """True if the output depends on these weights by more than rounding."""
         for scale in NUDGES:
-            moved = dict.fromkeys(names, scale)
-            other = ModelRun(self.model, self.x, moved)
+            other = ModelRun(self.model, self.x, dict.fromkeys(names, scale))
             if not _same(run.outputs, other.outputs, SAME):
                 return True
         return False
@@ -694,8 +671,7 @@ def _module_of(weight: str) -> str:
 
 
 def _norm(tensor: Tensor) -> float:
-    exact = tensor.detach().double()
-    return float(exact.norm())
+    return float(tensor.detach().double().norm())
 
 
 def _first_not_finite(run: ModelRun) -> str:
@@ -707,19 +683,15 @@ def _first_not_finite(run: ModelRun) -> str:
 
 
 def _finite(tensors: list[Tensor]) -> bool:
-    for tensor in tensors:
-        bad = tensor.isnan() | (tensor == math.inf)
-        if bool(bad.any()):
-            return False
-    return True
+    bad = [tensor.isnan() | (tensor == math.inf) for tensor in tensors]
+    return not any(bool(entries.any()) for entries in bad)
 
 
 def _body(run: ModelRun, states: list[State]) -> int:
     """The index of y_N: the state that enters the last module with parameters."""
     last = len(states) - 1
     for call in reversed(run.calls):
-        weights = list(call.module.parameters(recurse=False))
-        if weights:
+        if list(call.module.parameters(recurse=False)):
             before = [state for state in states if state.time <= call.begun]
             entering = len(before) - 1
             return entering if entering > 0 else last
@@ -735,8 +707,7 @@ def _same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> bool:
             return False
         if torch.equal(x, y):
             continue
-        difference = (x - y).norm()
-        if not difference <= tolerance * x.norm():
+        if not (x - y).norm() <= tolerance * x.norm():
             return False
     return True
 
@@ -825,10 +796,11 @@ class GradientDoctor(Watcher):
 
     def look(self) -> None:
         """Record the gradients as they are now, and examine the model if there is time."""
-        gradients = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                gradients[name] = float(parameter.grad.norm())
+        gradients = {
+            name: float(parameter.grad.norm())
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
         self.looks.append(Look(self.steps, gradients))
         for name, size in gradients.items():
             if not math.isfinite(size):
@@ -843,8 +815,7 @@ class GradientDoctor(Watcher):
         """The seconds that an examination takes: as the last one, or as many steps of training."""
         if self.diagnoses:
             return self.diagnoses[-1].seconds
-        elapsed = time.perf_counter() - self.start
-        return EXPECTED * elapsed / self.steps
+        return EXPECTED * (time.perf_counter() - self.start) / self.steps
 
     def examine(self) -> Diagnosis:
         """Diagnose the model as it is now, at its last inputs."""
@@ -859,8 +830,7 @@ class GradientDoctor(Watcher):
         return diagnosis
 
     def _warn_of(self, finding: Finding) -> None:
-        what = f"{finding.kind} {finding.layer}"
-        self.warn(what, finding.sentence, finding)
+        self.warn(f"{finding.kind} {finding.layer}", finding.sentence, finding)
 
     def __str__(self) -> str:
         last = "NOT EXAMINED so far: call examine()."

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from hdnn.errors import ShapeError
-from hdnn.networks import HamiltonianUnit
 
 Function = Callable[[Tensor], Tensor]
 
@@ -107,24 +105,12 @@ class Chain:
             V.append(v / beta)
         if not bool(B.isfinite().all()):
             return math.nan, False
-        norm = torch.linalg.matrix_norm(B, 2)
-        return float(norm), complete
+        return float(torch.linalg.matrix_norm(B, 2)), complete
 
 
 def _orthogonal(x: Tensor, basis: list[Tensor]) -> Tensor:
     """x without its components along the basis; twice, since rounding leaves some."""
     for _ in range(2):
         for b in basis:
-            component = (b * x).sum()
-            x = x - component * b
+            x = x - (b * x).sum() * b
     return x
-
-
-def unit_layers(unit: HamiltonianUnit) -> list[Function]:
-    """The layers of a unit, one function each."""
-
-    def layer(j: int, y: Tensor) -> Tensor:
-        layers = slice(j, j + 1)
-        return unit.run_layers(y, layers)
-
-    return [partial(layer, j) for j in range(unit.layers)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hdnn import engine
-from hdnn.analysis.lanczos import Chain, Derivative, unit_layers
+from hdnn.analysis.lanczos import Chain, Derivative
 from hdnn.analysis.modules import random_like, spread
 from hdnn.analysis.sensitivity import (
     backward_factors,
@@ -86,8 +86,7 @@ def _measure_matrices(net: Network, states: Tensor) -> Measured:
     if net.symplectic:
         J = net.field()["J"]
     factors = _factor_sizes(net)
-    identity = torch.eye(n, dtype=states.dtype)
-    Phi = identity.repeat(B, 1, 1)
+    Phi = torch.eye(n, dtype=states.dtype).repeat(B, 1, 1)
     moved = states.new_zeros(B)
     sizes = states.new_ones(N + 1, B)
     smallest = states.new_ones(N + 1, B)
@@ -148,10 +147,8 @@ def _factor_sizes(net: Network) -> Tensor:
         return torch.ones(net.layers)
     if net.scheme.halves:
         shears = net.sigma.S * net.shear_norms()
-        by_layer = (1 + shears).reshape(-1, net.layers)
-        return by_layer.prod(0)
-    steps = steps_of(net)
-    size = 1 + steps * net.field_rates()
+        return (1 + shears).reshape(-1, net.layers).prod(0)
+    size = 1 + steps_of(net) * net.field_rates()
     return size**3 if net.implicit else size
 
 
@@ -255,7 +252,7 @@ def _measure_chain(module: Any, call: BlockCall, y: Tensor) -> Measured:
 def _layers_of(module: Any) -> list[Any]:
     """The layers of a unit, the blocks of a stack, or a block alone."""
     if isinstance(module, HamiltonianUnit):
-        return unit_layers(module)
+        return [partial(module.layer, j=j) for j in range(module.layers)]
     return list(module) if hasattr(module, "__len__") else [module]
 
 
@@ -296,8 +293,7 @@ def _rounding(chain: Chain, y: Tensor) -> float:
     u = random_like(y)
     v = chain.backwards(u)
     square = float(v.square().sum())
-    products = u * chain.forwards(v)
-    difference = float(products.sum()) - square
+    difference = float((u * chain.forwards(v)).sum()) - square
     return abs(difference) / max(square, 1e-300)
 
 
@@ -306,14 +302,11 @@ def _block_defect(chain: Chain, y: Tensor, dim: int) -> float:
     u = random_like(y)
     u = u / u.norm()
     v = chain.backwards(u)
-    turned = chain.forwards(_turned(v, dim))
-    difference = turned - _turned(u, dim)
-    size = max(1.0, float(v.norm()) ** 2)
-    return float(difference.norm()) / size
+    difference = chain.forwards(_turned(v, dim)) - _turned(u, dim)
+    return float(difference.norm()) / max(1.0, float(v.norm()) ** 2)
 
 
 def _turned(v: Tensor, dim: int) -> Tensor:
     """J v for the canonical J."""
     p, q = v.chunk(2, dim)
-    halves = [-q, p]
-    return torch.cat(halves, dim)
+    return torch.cat([-q, p], dim)

@@ -27,8 +27,7 @@ def copied(module: Module) -> Module:
                 # PyTorch does not copy these.
                 computed[id(value)] = value.detach().clone()
     twin = copy.deepcopy(module, computed)
-    pairs = zip(module.parameters(), twin.parameters(), strict=True)
-    for old, new in pairs:
+    for old, new in zip(module.parameters(), twin.parameters(), strict=True):
         if new.requires_grad:
             _copy_hooks(old, new)
     return twin
@@ -36,11 +35,9 @@ def copied(module: Module) -> Module:
 
 def _copy_hooks(old: Tensor, new: Tensor) -> None:
     """PyTorch does not copy the hooks of parameters."""
-    hooks = old._backward_hooks or {}
-    for hook in hooks.values():
+    for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
-    hooks = old._post_accumulate_grad_hooks or {}
-    for hook in hooks.values():
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
         new.register_post_accumulate_grad_hook(hook)
 
 
@@ -130,14 +127,12 @@ def exact_tensor(value: Tensor) -> Tensor:
     dtype = value.dtype
     if value.is_floating_point():
         dtype = torch.float64
-    copied_value = value.detach().clone()
-    return copied_value.to("cpu", dtype)
+    return value.detach().clone().to("cpu", dtype)
 
 
 def spread(count: int, most: int) -> list[int]:
     """At most so many of 0 .. count - 1, evenly spread, with the first and the last."""
-    places = torch.linspace(0, count - 1, min(count, most))
-    nearest = places.round().long()
+    nearest = torch.linspace(0, count - 1, min(count, most)).round().long()
     return nearest.tolist()
 
 
@@ -145,11 +140,10 @@ def random_like(tensor: Tensor) -> Tensor:
     """Random numbers, the same ones for every tensor of this shape."""
     generator = torch.Generator()
     generator.manual_seed(tensor.numel())
-    numbers = torch.randn(tensor.shape, generator=generator)
-    return numbers.to(tensor)
+    return torch.randn(tensor.shape, generator=generator).to(tensor)
 
 
-class Result:
+class JSONResult:
     """A dataclass that can be written as JSON, with the properties that it lists as `derived`."""
 
     derived: ClassVar[tuple[str, ...]] = ()
@@ -161,8 +155,7 @@ class Result:
 
     def to_json(self) -> str:
         """One JSON object."""
-        values = self.to_dict()
-        return json.dumps(values, indent=2)
+        return json.dumps(self.to_dict(), indent=2)
 
 
 def _values(result: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from torch.distributions import Binomial
 
-from hdnn.analysis.modules import Result
+from hdnn.analysis.modules import JSONResult
 
 VANISHED = 1e-4
 SHRUNK = 1e-2  # no gain above this counts as vanished
@@ -28,7 +28,7 @@ SATURATED = 0.8
 
 
 @dataclass(frozen=True)
-class Finding(Result):
+class Finding(JSONResult):
     """One thing that is wrong, or worth knowing: where it is, in a sentence, with its figures.
 
     Attributes:
@@ -203,8 +203,7 @@ def _tail(n: int, k: int, p: float) -> float:
     """The chance of k or more of n."""
     counts = torch.arange(k, n + 1, dtype=torch.float64)
     probability = torch.tensor(p, dtype=torch.float64)
-    chances = Binomial(n, probability).log_prob(counts).exp()
-    return float(chances.sum())
+    return float(Binomial(n, probability).log_prob(counts).exp().sum())
 
 
 def saturated(seen: Examination) -> Iterator[Finding]:
@@ -230,8 +229,7 @@ def vanishing(seen: Examination) -> Iterator[Finding]:
         relative = state.gain * _ratio(state.size, last.size)
         faint = state.gain < VANISHED and last.rms < FAINT
         if faint or (relative < VANISHED and state.gain < SHRUNK):
-            between = seen.layers[k + 1 :]
-            yield _vanished(between, state)
+            yield _vanished(seen.layers[k + 1 :], state)
             return
 
 

@@ -48,8 +48,7 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
     finite = states.isfinite().all(-1)
     before = finite[:-1]
     after = finite[1:]
-    both = (before & after)[..., None, None]
-    matrices = matrices.where(both, torch.nan)
+    matrices = matrices.where((before & after)[..., None, None], torch.nan)
     return matrices.reshape(net.layers, *y.shape, net.features)
 
 
@@ -102,8 +101,7 @@ def trajectory(net: Network, y: Tensor) -> Tensor:
             f"a network of hdnn is needed, but got {type(net).__name__}; "
             "of a Model, give model.net and model.embed(x)."
         )
-    states = net.trajectory(y)
-    return states.reshape(net.layers + 1, -1, net.features)
+    return net.trajectory(y).reshape(net.layers + 1, -1, net.features)
 
 
 def backward_factors(
@@ -111,8 +109,7 @@ def backward_factors(
 ) -> Iterator[tuple[int, Tensor]]:
     """(j, dy_{j+1}/dy_j) for j = N-1 .. 0, (B, n, n) each, a few layers at a time."""
     B, n = states.shape[1:]
-    entries = max(1, B * n * n)
-    bytes_a_layer = 4 * entries * states.element_size()
+    bytes_a_layer = 4 * max(1, B * n * n) * states.element_size()
     size = max(1, MEMORY // bytes_a_layer)
     layers = list(range(net.layers))
     while layers:
@@ -120,8 +117,7 @@ def backward_factors(
         del layers[-size:]
         low = group[0]
         high = group[-1] + 1
-        these = states[low : high + 1]
-        matrices = net.layer_jacobians(these, slice(low, high))
+        matrices = net.layer_jacobians(states[low : high + 1], slice(low, high))
         for j in reversed(group):
             yield j, matrices[j - low]
 
@@ -154,12 +150,10 @@ def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
         >>> hdnn.analysis.norms(torch.diag(torch.tensor([3.0, 4.0])), "fro")
         tensor(5.)
     """
-    name = str(ord).removesuffix(".0")
-    order = ORDERS[choose("ord", name, ORDERS)]
+    order = ORDERS[choose("ord", str(ord).removesuffix(".0"), ORDERS)]
     size = partial(torch.linalg.matrix_norm, ord=order)
     sizes, finite = _of_finite(Phi, size)
-    missing = Phi.isnan().flatten(-2)
-    unknown = missing.any(-1)
+    unknown = Phi.isnan().flatten(-2).any(-1)
     sizes = sizes.where(finite, torch.inf)
     return sizes.where(~unknown, torch.nan)
 
@@ -196,8 +190,7 @@ def _of_finite(
     mask = finite[..., None, None]
     matrices = Phi.to(dtype)
     matrices = matrices.where(mask, 0.0)
-    result = function(matrices)
-    return result.to(Phi.dtype), finite
+    return function(matrices).to(Phi.dtype), finite
 
 
 # Symplecticity: lem:numerical_flow
@@ -228,8 +221,7 @@ def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
             f"J has shape {tuple(J.shape)}, but one matrix {needed} is needed."
         )
     tiny = torch.finfo(Phi.dtype).tiny
-    sizes = norms(Phi).clamp_min(tiny)
-    size = sizes[..., None, None]
+    size = norms(Phi).clamp_min(tiny)[..., None, None]
     unit_J = J / norms(J).clamp_min(tiny)
     # Divided first, so that no square is too large.
     P = Phi / size
@@ -259,7 +251,5 @@ def is_symplectic(
     """
     if tolerance is None:
         n = Phi.shape[-1]
-        eps = torch.finfo(Phi.dtype).eps
-        tolerance = 64 * n * eps
-    defects = symplectic_defect(Phi, J)
-    return bool((defects <= tolerance).all())
+        tolerance = 64 * n * torch.finfo(Phi.dtype).eps
+    return bool((symplectic_defect(Phi, J) <= tolerance).all())

@@ -211,10 +211,9 @@ class GradientMonitor(Watcher):
 
     def _judge(self, record: Record) -> None:
         """Warn the first time that gradients vanish, explode or cannot be computed."""
-        medians = enumerate(record.median[:-1])
-        small = [j for j, norm in medians if norm < VANISHED]
-        largest = enumerate(record.largest[:-1])
-        large = [j for j, norm in largest if norm > EXPLODED]
+        N = len(record.median) - 1
+        small = [j for j in range(N) if record.median[j] < VANISHED]
+        large = [j for j in range(N) if record.largest[j] > EXPLODED]
         if small:
             self.warn(
                 "vanish",

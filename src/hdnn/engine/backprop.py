@@ -22,6 +22,7 @@ from hdnn.errors import OptionError, ReversalWarning
 
 WORTHLESS = 0.1  # relative error of a rebuilt state
 UNDONE = 16  # layers that are undone at a time
+ZERO = 128  # roundings of a sample, within which an entry may still be 0
 ADVICE = (
     'use backprop="auto" or "checkpoint", whose gradients are those of stored states, or smaller '
     "steps or weights"
@@ -142,7 +143,7 @@ class Checkpoint(Segments):
 class Reversal(Segments):
     """Only y_N is saved; the layers are undone, a few at a time, down to y_1.
 
-    That is compared with the true y_1. The first layer reads y_0 itself: what is 0 there stays 0.
+    That is compared with the true y_1. The first layer reads y_0 itself.
     """
 
     @staticmethod
@@ -152,8 +153,7 @@ class Reversal(Segments):
     def forward(
         self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        kernel = self.kernel(self.stack.layers)
-        y_N, _ = kernel.forward(y, tensors, False)
+        y_N, _ = self.kernel(self.stack.layers).forward(y, tensors, False)
         return y_N, y_N.clone() if save else None
 
     def backward(
@@ -165,12 +165,24 @@ class Reversal(Segments):
         for span in reversed(others):
             kernel = self.kernel(span.stop - span.start, undo=True)
             state, _ = kernel.forward(state, cut(tensors, span), False)
+            state = _zeros_restored(state, y)
             _, g = self.again(state, g, tensors, span, grads)
         y_1, g = self.again(y, g, tensors, first, grads)
         # From a last state that is not finite nothing can be rebuilt.
         finite = saved.isfinite().all()
         error = torch.where(finite, drift(state, y_1), torch.nan)
         return check_drift(error, [g, *grads])
+
+
+def _zeros_restored(state: Tensor, y: Tensor) -> Tensor:
+    """A rebuilt state that is 0 again where y_0 is and rounding explains the difference.
+
+    An entry that has not moved yet is exactly 0. Rounding must not take it across the kink that
+    ReLU has there.
+    """
+    size = state.abs()
+    rounding = ZERO * torch.finfo(state.dtype).eps * size.amax(-1, True)
+    return state.masked_fill((y == 0) & (size <= rounding), 0)
 
 
 METHODS: dict[str, Callable[[Stack, Callable[[Stack], Any]], Any]] = {

@@ -56,6 +56,11 @@ class Move(NamedTuple):
     name: str
     module: Any = None  # the owner of weights and statistics
 
+    def modules(self) -> list[nn.Module]:
+        """The owner and all modules inside of it."""
+        owner = self.module
+        return [*owner.modules()] if isinstance(owner, nn.Module) else []
+
     def bind(self, args: Any, options: Any) -> Move:
         """The move whose function gets further arguments."""
         function = self.function
@@ -98,14 +103,17 @@ def _on_grid(total: Tensor, exact: Tensor, dtype: torch.dtype) -> Half:
     return Half(values + (total - total.detach()).to(dtype), exact)  # adds 0
 
 
-def check_grid(y: Tensor, y_N: Tensor) -> None:
-    """Raise if a state left the grid; warn if a sample is hardly larger than its steps."""
+def check_grid(y: Tensor, y_N: Tensor, dim: int) -> None:
+    """Raise if a state left the grid; warn if half a sample is hardly larger than its steps."""
     capturing = y.is_cuda and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or transformed() or y.is_meta or capturing:
         return  # where no value can be read
     if not y.numel():
         return
-    sizes = torch.atleast_2d(y.detach()).flatten(1).abs().amax(1).double()
+    rows = [
+        torch.atleast_2d(half).flatten(1) for half in y.detach().chunk(2, dim)
+    ]
+    sizes = torch.cat([half.abs().amax(1) for half in rows]).double()
     smallest = torch.where(sizes > 0, sizes, torch.inf).min()
     finite, size = torch.stack([y_N.isfinite().all(), smallest]).tolist()
     if not finite:
@@ -115,8 +123,8 @@ def check_grid(y: Tensor, y_N: Tensor) -> None:
         )
     if size < 0.5 / GRID / COARSE:
         warnings.warn(
-            f'state="fixed" keeps multiples of {1 / GRID:.1e}, but a sample of y_0 is {size:.1e} '
-            'at most; scale the state up, or use state="float".',
+            f'state="fixed" keeps multiples of {1 / GRID:.1e}, but half a sample of y_0 is '
+            f'{size:.1e} at most; scale the state up, or use state="float".',
             GridWarning,
             stacklevel=3,
         )
@@ -265,10 +273,7 @@ class Snapshot:
         if device.type == "cuda":
             self.cuda_random = torch.cuda.get_rng_state(device)
         self.autocast = {kind: _autocast(kind) for kind in (device.type, "cpu")}
-        roots = [m.module for m in moves if isinstance(m.module, nn.Module)]
-        modules = list(
-            dict.fromkeys(m for root in roots for m in root.modules())
-        )
+        modules = dict.fromkeys(m for move in moves for m in move.modules())
         self.modes = [(module, module.training) for module in modules]
         self.weights = _held([module._parameters for module in modules])
         self.buffers = _held([module._buffers for module in modules])
@@ -368,9 +373,9 @@ class Rebuild:
     """Moves that are computed again in the backward pass, last one first.
 
     In the place of a tensor, autograd saves its number. The tensors of a move are in `values` while
-    it is computed, and again from when they were rebuilt until those of another move are. Halves
-    are rebuilt from when they first move: until then they are those of the given state, whose
-    zeros stay zeros.
+    it is computed, and again from when they were rebuilt until those of another move are. The state
+    after the first two moves is stored: an entry is rebuilt from when it first moves after these,
+    and until then it is the stored one to the last bit, so that zeros stay zeros.
     """
 
     def __init__(self, moves: Sequence[Move]) -> None:
@@ -386,7 +391,6 @@ class Rebuild:
 
     def forward(self, halves: list[Half]) -> list[Half]:
         """The halves after all moves."""
-        moved: set[int] = set()
         for k, move in enumerate(self.moves):
             source = halves[move.source].value
             target = halves[move.target]
@@ -400,25 +404,34 @@ class Rebuild:
             snapshot.finish()
             if values:
                 self.first = min(self.first, k)
-            known = k >= self.first and move.source not in moved
+            stored = self.first <= k <= self.first + 1
             step = Step(
                 snapshot,
                 source.requires_grad,
                 target.value.dtype,
                 [(x.shape, x.dtype) for x in values],
                 _sample(result),
-                source.detach() if known or k == self.first + 1 else None,
+                source.detach() if stored else None,
             )
             self.steps.append(step)
             self.values.clear()
             values.clear()  # which autograd's hook holds
             halves[move.target] = target.moved(result)
-            if k >= self.first:
-                moved.add(move.target)
             if k == self.first + 1:
                 self.start = _detached(halves)
+                like = halves[0].value
+                never = like.new_full((), len(self.moves), dtype=torch.int)
+                self.left = [never, never]
+            elif k > self.first:
+                self._note_moved(k, move.target, halves[move.target])
         self.end = _detached(halves)
         return halves
+
+    def _note_moved(self, k: int, target: int, half: Half) -> None:
+        """Note for each entry of a half which move changes it first."""
+        left = self.left[target]
+        moved = half.value.detach() != self.start[target].value
+        self.left[target] = torch.where(moved, left.clamp_max(k), left)
 
     def _snapshot(self, move: Move, device: torch.device) -> Snapshot:
         snapshot = Snapshot(move.name, [move], device)
@@ -443,6 +456,7 @@ class Rebuild:
         """Compute again what the backward pass of move k reads, and undo all moves from there."""
         if k > self.next:  # the first time, or another backward pass
             self.halves = list(self.end)
+            self.rebuilt = list(self.end)  # before entries are put back
             self.next = len(self.moves) - 1
             self.doubts = []
         try:
@@ -484,7 +498,13 @@ class Rebuild:
         if [(x.shape, x.dtype) for x in values] != step.saved:
             raise OptionError(f"{move.name} {OTHERWISE}: {REASONS}.")
         half = target.moved(result.detach(), -1)
-        self.halves[move.target] = Half(half.value.to(step.dtype), half.exact)
+        half = Half(half.value.to(step.dtype), half.exact)
+        self.rebuilt[move.target] = half
+        if half.exact is None and k > self.first + 1:
+            start = self.start[move.target].value.to(step.dtype)
+            unmoved = self.left[move.target] >= k
+            half = Half(torch.where(unmoved, start, half.value))
+        self.halves[move.target] = half
         self.doubts.append((move.name, _difference(step, result, target)))
         self.values[k] = values
 
@@ -494,7 +514,7 @@ class Rebuild:
         A sample whose half is 0 there is judged by its size at the end.
         """
         drifts = []
-        for halves in zip(self.start, self.halves, self.end, strict=True):
+        for halves in zip(self.start, self.rebuilt, self.end, strict=True):
             if halves[0].exact is not None:
                 same = (halves[0].exact == halves[1].exact).all()
                 drifts.append(torch.where(same, 0.0, torch.inf))
@@ -565,13 +585,10 @@ def _detached(halves: list[Half]) -> list[Half]:
 
 def _is_lazy(move: Move) -> bool:
     """True if a module draws its first weights in this call, which cannot be repeated."""
-    modules: Any = ()
-    if isinstance(move.module, nn.Module):
-        modules = move.module.modules()
     return any(
         isinstance(module, LazyModuleMixin)
         and module.has_uninitialized_params()  # pyright: ignore
-        for module in modules
+        for module in move.modules()
     )
 
 

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from hdnn.engine import rebuild
 from hdnn.engine.rebuild import Half, Move
 from hdnn.errors import OptionError, ShapeError, choose, positive_float
-from hdnn.networks.network import HOOKS, Guarantee, unknown_reason
+from hdnn.networks.network import (
+    HOOKS,
+    Guarantee,
+    hook_reason,
+    unknown_reason,
+)
 
 VOLUME = "each layer is made of shears, det = 1, so the product of all singular values is 1"
 GRADIENTS = "each layer is made of shears by gradients of energies: it is symplectic, det = 1"
@@ -35,7 +40,6 @@ class ShearLayers(nn.Module):
     a `ShapeError` if y cannot be halved, or if a module returns another shape than a half has.
     """
 
-    certified_at = "calls"
     dim: int
     state = "float"
     backprop = "stored"
@@ -92,16 +96,13 @@ class ShearLayers(nn.Module):
     def _joined(self, y: Tensor, halves: list[Half]) -> Tensor:
         joined = torch.cat([half.value for half in halves], self.dim)
         if self.state == "fixed":
-            rebuild.check_grid(y, joined)
+            rebuild.check_grid(y, joined, self.dim)
         return joined
 
     @property
     def symplectic(self) -> bool:
         """True if all modules are gradients of energies."""
-        return all(
-            isinstance(field, GradientField) and unknown_reason(field) is None
-            for field in self.fields()
-        )
+        return all(map(_is_gradient, self.fields()))
 
     def guarantee(self) -> Guarantee:
         """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
@@ -261,6 +262,13 @@ class GradientField(nn.Module):
         return f"scale={self.scale}"
 
 
+def _is_gradient(field: Any) -> bool:
+    """True if a module is the gradient of an energy, which no hook changes."""
+    if not isinstance(field, GradientField) or unknown_reason(field):
+        return False
+    return not any(map(hook_reason, field.modules()))
+
+
 def _gradient(total: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The gradient at an alias of x, on which nothing else depends."""
     create_graph = torch.is_grad_enabled()
@@ -314,9 +322,7 @@ class Reversible(ShearLayers):
     With "reversible" each complete backward pass checks where it came back to: gradients that are a
     little off give a `ReversalWarning`, worthless ones an error. So does a module that does not
     compute the same a second time, unless it moves a half by less than about 4e-6 (float32) of its
-    size after the first block, or only a few entries in a thousand differ. Entries that are exactly
-    0 are rebuilt as such in `y_0` alone: where modules like ReLU have a kink at 0 and later states
-    stay at 0, take state="fixed".
+    size after the first block, or only a few entries in a thousand differ.
 
     Args:
         blocks: the layers, all of which split the state along the same axis.

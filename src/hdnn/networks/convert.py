@@ -216,35 +216,6 @@ class GPT2Branches(Branches):
         return a + block.mlp(block.ln_2(q + a))
 
 
-def _blocks_of(owner: nn.Module) -> tuple[str, type[Branches]] | None:
-    """The attribute under which a module holds residual blocks, and the sums of such blocks."""
-    names = {
-        f"{cls.__module__.split('.')[0]}.{cls.__name__}"
-        for cls in type(owner).__mro__
-    }
-    if isinstance(owner, nn.TransformerEncoder):
-        _check_blocks(owner, owner.layers, _encoder_layer_reason)
-        return "layers", EncoderBranches
-    if "timm.VisionTransformer" in names:
-        _check_blocks(owner, owner.blocks, _vision_block_reason)
-        return "blocks", VisionBranches
-    if "transformers.GPT2Model" in names:
-        _check_blocks(owner, owner.h, _gpt2_block_reason)
-        return "h", GPT2Branches
-    return None
-
-
-def _check_blocks(owner: nn.Module, blocks: Any, reason: Any) -> None:
-    reasons = [reason(block) for block in blocks] or ["there are none"]
-    for text in reasons:
-        if text:
-            raise OptionError(
-                f"the blocks of this {type(owner).__name__} cannot be converted: {text}. Make "
-                "hdnn.Reversible of hdnn.Leapfrog(F), where F is the sum that a block adds to its "
-                "input."
-            )
-
-
 def _encoder_layer_reason(layer: Any) -> str | None:
     if (
         getattr(type(layer), "forward", None)
@@ -265,6 +236,38 @@ def _vision_block_reason(block: Any) -> str | None:
 def _gpt2_block_reason(block: Any) -> str | None:
     if "uple" in str(block.forward.__annotations__.get("return")):
         return "an older transformers returns tuples from them; take transformers 5 or newer"
+    return None
+
+
+# Where modules hold residual blocks, the sums of these, and why one cannot be converted.
+STACKS: dict[str, tuple[str, type[Branches], Any]] = {
+    "torch.TransformerEncoder": (
+        "layers",
+        EncoderBranches,
+        _encoder_layer_reason,
+    ),
+    "timm.VisionTransformer": ("blocks", VisionBranches, _vision_block_reason),
+    "transformers.GPT2Model": ("h", GPT2Branches, _gpt2_block_reason),
+}
+
+
+def _blocks_of(owner: nn.Module) -> tuple[str, type[Branches]] | None:
+    """The attribute under which a module holds residual blocks, and the sums of such blocks."""
+    for cls in type(owner).__mro__:
+        package = cls.__module__.split(".")[0]
+        stack = STACKS.get(f"{package}.{cls.__name__}")
+        if stack is None:
+            continue
+        name, branches, reason = stack
+        blocks = getattr(owner, name)
+        reasons = [reason(block) for block in blocks] or ["there are none"]
+        for text in filter(None, reasons):
+            raise OptionError(
+                f"the blocks of this {type(owner).__name__} cannot be converted: {text}. Make "
+                "hdnn.Reversible of hdnn.Leapfrog(F), where F is the sum that a block adds to its "
+                "input."
+            )
+        return name, branches
     return None
 
 

@@ -151,8 +151,7 @@ class HamiltonianNet(Network):
                 f"{name} has an entry that is NaN or infinite in {dtype}."
             )
         defect = (matrix + matrix.mT).abs().amax((-2, -1))
-        largest = matrix.abs().amax((-2, -1))
-        rounding = 8 * torch.finfo(dtype).eps * largest
+        rounding = 8 * torch.finfo(dtype).eps * matrix.abs().amax((-2, -1))
         if name == "J" and not bool((defect <= rounding).all()):
             raise OptionError(
                 f"J must be skew-symmetric (J = -J^T), but max |J + J^T| = {defect.max():.3g}; "

@@ -29,6 +29,7 @@ from hdnn.networks.network import (
     Guarantee,
     Steps,
     new_tensor,
+    normal,
     step_size,
     unknown_reason,
 )
@@ -94,8 +95,6 @@ class HamiltonianUnit(nn.Module):
         >>> unit.guarantee().holds, torch.allclose(unit.inverse(unit(y)), y, atol=1e-4)
         (True, True)
     """
-
-    certified_at = "images"
 
     def __init__(
         self,
@@ -204,15 +203,8 @@ class HamiltonianUnit(nn.Module):
         if kind != "K" and not (kind == "b" and paper):
             tensor.fill_(FIRST[kind])
             return
-        # In float32, so that a seed gives the same unit in any dtype.
-        draw = torch.randn(
-            tensor.shape,
-            generator=generator,
-            device=tensor.device if generator is None else generator.device,
-            dtype=torch.float32,
-        )
         scale = 1.0 if paper else math.prod(self._shape[2:]) ** -0.5
-        tensor.copy_(scale * draw)
+        tensor.copy_(scale * normal(tensor.shape, generator, tensor.device))
 
     def weight(self, name: str) -> Tensor:
         """The stack of that name, such as "K" or "b_p".
@@ -381,8 +373,7 @@ class HamiltonianUnit(nn.Module):
         if self.normed:
             names = ("gamma", "beta")
             stacks += [self.weight(named(name, half)) for name in names]
-        columns = [stack.unbind(0) for stack in stacks]
-        return list(zip(*columns, strict=True))
+        return list(zip(*[stack.unbind(0) for stack in stacks], strict=True))
 
     def _force(
         self,
@@ -416,30 +407,24 @@ class HamiltonianUnit(nn.Module):
         draws = torch.rand(
             self.layers, len(y), 1, 1, 1, device=y.device
         ).unbind(0)
-        return [
-            (u >= p).to(self._wide) / (1 - p)
-            for u, p in zip(draws, self.drop, strict=True)
-        ]
+        pairs = zip(draws, self.drop, strict=True)
+        return [(u >= p).to(self._wide) / (1 - p) for u, p in pairs]
 
     def _chosen_backprop(self, y: Tensor) -> str:
-        if (
-            torch.compiler.is_compiling()
-        ):  # which does not see the settings, and saves less itself
-            return "stored" if self.backprop == "auto" else self.backprop
-        backprop = (
-            current().backprop if self.backprop == "auto" else self.backprop
-        )
-        if backprop == "reversible" and self.network == "h1":
-            backprop = "checkpoint"
+        backprop = self.backprop
+        if torch.compiler.is_compiling():
+            # It does not see the settings, and saves less by itself.
+            return "stored" if backprop == "auto" else backprop
         if backprop == "auto":
-            images = 4 if self.normed else 3  # that autograd saves in a layer
-            size = images * self.layers * y.numel() * y.dtype.itemsize
-            backprop = (
-                "stored"
-                if size <= device_bytes(y.device) / 32
-                else "checkpoint"
-            )
-        return backprop
+            backprop = current().backprop
+        if backprop == "reversible" and self.network == "h1":
+            return "checkpoint"
+        if backprop != "auto":
+            return backprop
+        images = 4 if self.normed else 3  # that autograd saves in a layer
+        size = images * self.layers * y.numel() * y.dtype.itemsize
+        fits = size <= device_bytes(y.device) / 32
+        return "stored" if fits else "checkpoint"
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -178,7 +178,6 @@ class Network(nn.Module):
     # The weights that each layer has, in the order in which they are drawn
     stacked: tuple[str, ...] = ()
     forward_euler = False
-    certified_at = "rows"
 
     def __init__(
         self,
@@ -253,11 +252,7 @@ class Network(nn.Module):
         shape = (N, r, r) if name.startswith("K") else (N, r)
         if name.startswith("b") and self.init == "scaled":
             return torch.zeros(shape, device=device)
-        # Drawn in float32 whatever the dtype, so that a seed gives the same network in all of them.
-        where = device if generator is None else generator.device
-        draw = torch.randn(
-            shape, generator=generator, dtype=torch.float32, device=where
-        )
+        draw = normal(shape, generator, device)
         return draw if self.init == "paper" else draw * self.features**-0.5
 
     def _first_log_h(self) -> Tensor:
@@ -296,7 +291,7 @@ class Network(nn.Module):
         """One stack of weights, zeros outside patterns included: `(N, ...)`, or `(1, ...)` if tied.
 
         Args:
-            name: one of `names_by_layer()`, or "X" or "J".
+            name: one of `stacked`, or "X" or "J".
         """
         shape = self._shapes.get(name)
         if shape is None:
@@ -317,7 +312,7 @@ class Network(nn.Module):
         """Overwrite one stack of weights, in its own memory.
 
         Args:
-            name: one of `names_by_layer()`, or a learned "X", "J" or "log_h".
+            name: one of `stacked`, or a learned "X", "J" or "log_h".
             value: the new weights, `(N, ...)`, or `(1, ...)` if tied.
         """
         if name in self._shapes:
@@ -339,10 +334,6 @@ class Network(nn.Module):
             self.assign(name, self._first(name, generator, device))
         if self.learn_step:
             self.assign("log_h", self._first_log_h())
-
-    def names_by_layer(self) -> tuple[str, ...]:
-        """The weights that each layer has, such as "K" and "b"."""
-        return self.stacked
 
     def stacks(self) -> list[Tensor]:
         """All stacked weights, `(N, ...)`."""
@@ -394,16 +385,7 @@ class Network(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         """The last state from the first, both `(*batch, n)`."""
-        self._check_features(y)
-        return functional.run(
-            self.scheme,
-            y,
-            self.forces(),
-            getattr(self, "h", 1.0),
-            activation=self.activation,
-            engine=None if self.engine == "auto" else self.engine,
-            backprop=None if self.backprop == "auto" else self.backprop,
-        )
+        return self._run(y)
 
     def _check_features(self, y: Tensor) -> None:
         if isinstance(y, Tensor) and y.ndim and y.shape[-1] != self.features:
@@ -459,16 +441,20 @@ class Network(nn.Module):
         return torch.stack(states) if trajectory else states[-1]
 
     def _run(
-        self, y: Tensor, layers: slice = slice(None), **options: Any
+        self, y: Tensor, layers: slice | None = None, **options: Any
     ) -> Tensor:
-        """Some layers alone, or a run with other options."""
+        """All layers or some alone, with further options of a run."""
         self._check_features(y)
+        forces = self.forces()
         h: Any = getattr(self, "h", 1.0)
+        if layers is not None:
+            forces = _sliced(forces, layers)
+            h = h if isinstance(h, float) else h[layers]
         return functional.run(
             self.scheme,
             y,
-            _sliced(self.forces(), layers),
-            h if isinstance(h, float) else h[layers],
+            forces,
+            h,
             activation=self.activation,
             engine=None if self.engine == "auto" else self.engine,
             backprop=None if self.backprop == "auto" else self.backprop,
@@ -503,22 +489,19 @@ class Network(nn.Module):
         It does not hold for a subclass that computes in another way, which may define its own, nor
         for a network with hooks, which may change values and gradients.
         """
+        why = f"no theorem covers {self.scheme.name} layers: norms below 1 are possible"
         reason = unknown_reason(self)
         if reason is not None:
-            return Guarantee(
-                False, "none", f"nothing is known of this network: {reason}"
-            )
-        if self.symplectic:
+            why = f"nothing is known of this network: {reason}"
+        elif self.symplectic:
             return Guarantee(True, SYMPLECTIC, ALWAYS)
-        if self.scheme.halves:
+        elif self.scheme.halves:
             return Guarantee(True, SHEARS, ALWAYS)
-        if self.forward_euler and self.sigma.monotone:
+        elif self.forward_euler and self.sigma.monotone:
             why = f"at any depth, because {self.activation} never decreases"
             return Guarantee(True, EXPANDING, why)
-        if self.forward_euler:
+        elif self.forward_euler:
             why = f"forward Euler promises nothing for {self.activation}, which may decrease"
-            return Guarantee(False, "none", why)
-        why = f"no theorem covers {self.scheme.name} layers: norms below 1 are possible"
         return Guarantee(False, "none", why)
 
     def layer_jacobians(
@@ -537,8 +520,7 @@ class Network(nn.Module):
             forces = _sliced(self.forces(), layers)
             h = self.steps()[layers].to(states) if hasattr(self, "h") else 1.0
             return schemes.jacobians(self.scheme, states, forces, h, self.sigma)
-        numbers = range(self.layers)[layers]
-        pairs = zip(states[:-1], numbers, strict=True)
+        pairs = zip(states[:-1], range(self.layers)[layers], strict=True)
         return torch.stack([_differentiated(self, y, j) for y, j in pairs])
 
     def shear_norms(self) -> Tensor:
@@ -578,8 +560,7 @@ class Network(nn.Module):
         """
         jumps: Any = 0.0
         for stack in self._smooth():
-            squares = stack.diff(dim=0).square()
-            jumps = jumps + squares.flatten(1).sum(1)
+            jumps = jumps + stack.diff(dim=0).square().flatten(1).sum(1)
         return 0.5 * (self.steps()[1:] * jumps).sum()
 
     def _smooth(self) -> list[Tensor]:
@@ -723,7 +704,7 @@ class Layers:
     def __getattr__(self, name: str) -> Any:
         if name == "h":
             stack: Any = self.net.steps()
-        elif name in self.net.names_by_layer():
+        elif name in self.net.stacked:
             stack = self.net.weight(name)
             stack = stack.expand(self.net.layers, *stack.shape[1:])
         else:
@@ -733,10 +714,10 @@ class Layers:
     def __repr__(self) -> str:
         if self.index is None:
             return f"Layers({list(self.numbers)} of {self.net!r})"
-        parts = []
-        for name in self.net.names_by_layer():
-            shape = tuple(getattr(self, name).shape)
-            parts.append(f"{name} {shape}")
+        parts = [
+            f"{name} {tuple(getattr(self, name).shape)}"
+            for name in self.net.stacked
+        ]
         if hasattr(self.net, "h"):
             parts.append(f"h = {float(self.h):.4g}")
         return f"Layer({self.index} of {self.net.layers}: {', '.join(parts)})"
@@ -749,11 +730,10 @@ def spectral_norm(K: Tensor) -> Tensor:
 
 
 def _sliced(forces: tuple[Force, ...], layers: slice) -> tuple[Force, ...]:
-    pieces = []
-    for K, b, V in forces:
-        V = None if V is None else V[layers]
-        pieces.append(Force(K[layers], b[layers], V))
-    return tuple(pieces)
+    return tuple(
+        Force(K[layers], b[layers], None if V is None else V[layers])
+        for K, b, V in forces
+    )
 
 
 @torch.enable_grad()
@@ -765,6 +745,18 @@ def _differentiated(net: Network, y: Tensor, j: int) -> Tensor:
 
     jacobian: Any = torch.autograd.functional.jacobian(total, y)
     return jacobian.permute(1, 2, 0)
+
+
+def normal(
+    shape: Sequence[int],
+    generator: torch.Generator | None,
+    device: torch.device,
+) -> Tensor:
+    """Numbers from N(0, 1), in float32: a seed gives the same ones for weights of any dtype."""
+    where = device if generator is None else generator.device
+    return torch.randn(
+        shape, generator=generator, dtype=torch.float32, device=where
+    )
 
 
 def new_tensor(dtype: torch.dtype | None, device: Any) -> Tensor:
