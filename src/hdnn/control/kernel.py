@@ -43,6 +43,7 @@ except ImportError:  # the kernel is optional
 LANES = 32
 VECTOR = 8
 ITERATIONS = 10_000
+SHORTEST = 2.0**-10  # of a Newton step: it is taken in any case, to get away
 SMALL = 1e-7  # a Newton step whose square is rounding
 EPS = 2.0**-52
 # Arrays are made outside: kernels need not count references.
@@ -439,6 +440,7 @@ def _solve(z, q, P, space, rows, lanes):  # pragma: kernel
         _eliminate(space.M, F, rows, lanes)
         for lane in range(lanes):
             better = error[lane] < least[lane] or error[lane] <= limit[lane]
+            better = better or share[lane] < SHORTEST
             share[lane] = 1.0 if better else 0.5 * share[lane]
             least[lane] = error[lane] if better else least[lane]
             moved[lane] = 0.0
