@@ -214,7 +214,8 @@ def _space(groups: Any, samples: int, D: int) -> Space:
         arrays(6, rows, LANES),
         arrays(3, rows, LANES),
         arrays(5, LANES),
-        *arrays(2, rows, rows, LANES),
+        np.zeros((rows, rows, LANES)),
+        np.zeros((rows, rows, LANES)),
         arrays(2, k),
         np.zeros((samples, D)),
     )
