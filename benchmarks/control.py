@@ -6,13 +6,14 @@ python benchmarks/control.py --out docs/results
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from report import command, head, spread, table, text_of
+from report import command, head, say, spread, table, text_of
 from torch import Tensor, nn
 
 from hdnn import control
@@ -195,7 +196,7 @@ def trainings(sizes: dict[str, int]) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     problem = control.crossing("ring")
     ratios: dict[str, list[float]] = {}
-    for starts in (1, 4):
+    for starts in (1, 4, 16):
         loop = control.crossing("ring")
         ours = control.LoopTraining(loop, iterations=10**6, batch=starts)
         authors = step_of(Authors(problem), starts)
@@ -221,11 +222,29 @@ def seconds_of(step: Callable[[], Any], times: int) -> float:
 
 
 def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
-    rows = [trained(sizes, seed) for seed in range(sizes["seeds"])]
+    times = trainings(sizes)
+    say(str(times))
+    rows = []
+    for seed in range(sizes["seeds"]):
+        rows.append(trained(sizes, seed))
+        say(str(rows[-1]))
+    balance = random_controllers(sizes["random"])
+    ratio = statistics.median(times["the authors' algorithm, 4 starts"])
+    targets = {
+        f"4 times as fast as the authors' algorithm from 4 starts: {ratio:.1f}": ratio
+        >= 4,
+        "no run with a collision": not any(row["collisions"] for row in rows),
+        "bounded wherever the training stops": all(
+            all(row["bounded"]) for row in rows
+        ),
+        "balance of random controllers to 1e-13": balance["violation"] <= 1e-13,
+        "none unsolved": not balance["unsolved"],
+    }
     return {
-        "trainings": trainings(sizes),
+        "trainings": times,
         "trained": rows,
-        "random": random_controllers(sizes["random"]),
+        "random": balance,
+        "missed": [name for name, met in targets.items() if not met],
         "ok": all(row["holds"] for row in rows),
     }
 
@@ -274,11 +293,15 @@ def page(result: dict[str, Any]) -> str:
     lines += table("an iteration against ours | times as long", rows)
     lines += [
         "",
+        "Missed targets: " + ("; ".join(result["missed"]) or "none") + ".",
+        "",
         "The balance is exact for plant and controller stepped together, in discrete time. A real "
-        "plant behind a sampled controller is not covered by it. The rivals simulate by forward "
-        "Euler in float32, solve no equations and keep no balance. Both are written here after the "
-        "authors' paper; their starts, costs and trainings are others, so their figures are not "
-        "repeated.",
+        "plant behind a sampled controller is not covered by it.",
+        "",
+        "The rivals simulate by forward Euler in float32, solve no equations and keep no balance; "
+        "both are written here after the authors' paper, without the overhead of torchdiffeq. The "
+        "shares of runs without a collision that the authors report are not like for like: their "
+        "starts, costs and trainings are others.",
     ]
     return text_of(lines)
 

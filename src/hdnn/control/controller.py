@@ -95,8 +95,8 @@ class Controller(nn.Module):
         t = t.clamp(max=self.steps - 1)
         batch = [1] * (axes - 2 - t.ndim)
         lead = [*t.shape, *batch]
-        K = self.K[t]
-        b = self.b[t]
+        K = self.K.index_select(0, t.flatten())
+        b = self.b.index_select(0, t.flatten())
         N, c = b.shape[-2:]
         return K.view(*lead, N, c, c), b.view(*lead, N, c)
 

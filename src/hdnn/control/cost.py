@@ -165,7 +165,5 @@ def squared_distances(y: Tensor, dimensions: int) -> Tensor:
         )
     i, k = torch.triu_indices(N, N, 1, device=y.device)
     q = y[..., :dimensions]
-    first = q[..., i, :]
-    second = q[..., k, :]
-    apart = first - second
+    apart = q.index_select(-2, i) - q.index_select(-2, k)
     return apart.square().sum(-1)

@@ -1,8 +1,14 @@
 """The steps of a closed loop as one kernel: quadratic plants in float64 on a CPU, by numba.
 
-The equations are those of `hdnn.control.step`. Each is solved by Newton's method in plain loops,
-and the backward pass solves the transposed equations. Samples are independent, so a few threads
-share them. One compilation serves loops of all sizes.
+The equations are those of `hdnn.control.step`, of which the linear rows are solved for beforehand:
+
+    x = c + F A^T chord(A y + a, A x + a),        c = y + Q y + e + push
+
+The rows u = A x + a are found by Newton's method; the backward pass solves the transposed
+equations. With P = A F A^T and the slopes D of chords its matrices are I - P D. Substeps do not
+make energy, so that the symmetric part of I - P D, scaled by the root of D, is at least I, and
+elimination needs no pivots. Equations of agents or edges and samples that do not depend on each
+other lie side by side in lanes, the innermost loops, which LLVM turns into vector instructions.
 """
 
 # Numba compiles these functions, whose types pyright cannot see.
@@ -12,17 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.polynomial import Chebyshev, Polynomial
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hdnn.control.step import System
+from hdnn.control.plant import times
+from hdnn.control.step import Substeps, System
 from hdnn.errors import ConvergenceError
 
 try:
@@ -31,11 +40,14 @@ try:
 except ImportError:  # the kernel is optional
     numba = FunctionCache = None
 
-CHUNKS = 2  # of the samples; fixed, so that sums do not depend on the number of cores
-ITERATIONS = 1000
-HALVINGS = 40
+LANES = 32
+VECTOR = 8
+ITERATIONS = 10_000
+SHORTEST = 2.0**-10  # of a Newton step: it is taken in any case, to get away
+SMALL = 1e-7  # a Newton step whose square is rounding
 EPS = 2.0**-52
-FAST = {"error_model": "numpy", "fastmath": {"contract", "reassoc"}}
+# Arrays are made outside: kernels need not count references.
+FAST = {"error_model": "numpy", "fastmath": {"contract"}, "_nrt": False}
 
 
 def unsupported_reason(y: Tensor, system: System) -> str | None:
@@ -58,17 +70,43 @@ def trajectory(
     push: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """As `System.trajectory`."""
+    groups = [_eliminated(substeps) for substeps in system]
     if push is None:
         push = y.new_zeros(0, *y.shape)
-    weights = []
-    static = []
-    for group in system:
-        weights += [group.A, group.a, group.B]
-        index = group.entries.contiguous().numpy()
-        linear = group.rows.count("identity")  # rows, which come first
-        static.append((index, linear))
+    else:
+        inverse, _ = groups[0]
+        agents = push.unflatten(-1, inverse.shape[-3:-1])
+        push = times(inverse, agents).flatten(-2)
+    weights = [weight for _, own in groups for weight in own]
+    layout = [_layout(substeps) for substeps in system]
     shape = steps, first
-    return _Loop.apply(shape, static, y, push, *weights)  # pyright: ignore[reportReturnType]
+    return _Loop.apply(shape, layout, y, push, *weights)  # pyright: ignore[reportReturnType]
+
+
+def _eliminated(substeps: Substeps) -> tuple[Tensor, list[Tensor]]:
+    """(I - H / 2)^-1 of the linear rows, which come first, and Q, e, F, A and a of the others."""
+    linear = substeps.rows.count("identity")
+    # Linear rows are of plants, and the same in all steps.
+    rows = substeps.A[0, :, :linear].detach()
+    offsets = substeps.a[0, :, :linear].detach()
+    weights = substeps.weights[:, :linear]
+    slopes = substeps.flow @ (rows.mT * weights.unsqueeze(-2))
+    H = slopes @ rows
+    eye = torch.eye(H.shape[-1]).to(H)
+    inverse = torch.linalg.inv(eye - 0.5 * H)
+    Q = inverse @ H
+    e = times(inverse, times(slopes, offsets))
+    F = inverse @ substeps.flow
+    A = substeps.A[:, :, linear:]
+    a = substeps.a[:, :, linear:]
+    return inverse, [Q, e, F, A, a]
+
+
+def _layout(substeps: Substeps) -> tuple[np.ndarray, np.ndarray]:
+    """The entries, and where groups of equations begin that share no entry."""
+    index = substeps.entries.contiguous().numpy()
+    stops = [group.stop or len(index) for group in substeps.groups]
+    return index, np.array([0, *stops])
 
 
 class _Loop(torch.autograd.Function):
@@ -78,7 +116,7 @@ class _Loop(torch.autograd.Function):
     def forward(
         ctx: Any,
         shape,
-        static,
+        layout,
         y: Tensor,
         push: Tensor,
         *weights: Tensor,
@@ -87,72 +125,125 @@ class _Loop(torch.autograd.Function):
         S, D = y.shape
         # Without gradients each step overwrites the solutions of the last one.
         saved = steps if any(ctx.needs_input_grad) else min(steps, 1)
-        arrays = [weight.detach().contiguous().numpy() for weight in weights]
+        arrays = [_array(weight) for weight in weights]
         groups = []
-        for number, (index, linear) in enumerate(static):
-            equations, unknowns = index.shape
-            trace = np.empty((saved, S, equations, 2, unknowns))
-            own = arrays[3 * number : 3 * number + 3]
-            groups.append((index, linear, trace, *own))
+        for number, (index, bounds) in enumerate(layout):
+            own = arrays[5 * number : 5 * number + 5]
+            E, k = index.shape
+            trace = np.empty((saved, E, 2, S, k))
+            _, _, F, A, _ = map(torch.from_numpy, own)
+            P = A @ F @ A.mT
+            groups.append((index, bounds, *own, P.numpy(), trace))
         ctx.groups = tuple(groups)
         states = np.empty((steps + 1, S, D))
         middles = np.empty((steps, S, D))
-        states[0] = y.detach().numpy()
-        force = push.detach().contiguous().numpy()
+        states[0] = _array(y)
+        force = _array(push)
 
         def run(low: int, high: int) -> int:
-            samples = low, high, states, middles, force
-            return _call(_forward, *samples, ctx.first, ctx.groups)
+            arrays = states, middles, force
+            space = _space(ctx.groups, high - low, D)
+            return _call(_forward, low, *arrays, ctx.first, space, ctx.groups)
 
-        failed = max(_in_threads(run, S))
+        failed = max(_in_threads(run, S, ctx.groups))
         if failed >= 0:
             raise ConvergenceError(
                 f"step {failed} of a closed loop: Newton's method did not converge; take a smaller "
                 "step or smaller weights."
             )
-        ctx.save_for_backward(push, *weights)
         outputs = torch.from_numpy(states), torch.from_numpy(middles)
         ctx.mark_non_differentiable(outputs[1])
+        ctx.push_shape = push.shape
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_states: Tensor, _: Tensor):  # pyright: ignore
-        push, *weights = ctx.saved_tensors
-        cotangents = g_states.contiguous().numpy()
-        _, S, D = cotangents.shape
-        g_y = np.zeros((S, D))
-        g_push = np.zeros(push.shape)
+        cotangents = _array(g_states)
+        steps, S, D = cotangents.shape
+        g_y = np.empty((1, S, D))
+        g_push = np.zeros(ctx.push_shape)
+        groups = []
+        traces = []
+        for group in ctx.groups:
+            E, r, k = group[5].shape[1:]
+            pulls = np.empty((steps - 1, E, 3, S, r))
+            sources = np.empty((steps - 1, E, S, k))
+            traces.append((group[-1], pulls, sources))
+            groups.append((*group, pulls, sources))
 
-        def run(low: int, high: int) -> list[np.ndarray]:
-            sums = [np.zeros(weight.shape) for weight in weights]
-            groups = []
-            for number, group in enumerate(ctx.groups):
-                own = sums[3 * number : 3 * number + 3]
-                groups.append((*group, *own))
-            samples = low, high, cotangents, g_y, g_push
-            _call(_backward, *samples, ctx.first, tuple(groups))
-            return sums
+        def run(low: int, high: int) -> None:
+            arrays = cotangents, g_y, g_push
+            space = _space(ctx.groups, high - low, D)
+            _call(_backward, low, *arrays, ctx.first, space, tuple(groups))
 
-        totals, *others = _in_threads(run, S)
-        for sums in others:
-            for total, part in zip(totals, sums, strict=True):
-                total += part
-        gradients = map(torch.from_numpy, (g_y, g_push, *totals))
+        _in_threads(run, S, ctx.groups)
+        gradients = [g_y[0], g_push]
+        for group, trace in zip(ctx.groups, traces, strict=True):
+            sums = [np.zeros(weight.shape) for weight in group[2:7]]
+            work = np.zeros((2, group[0].shape[1]))
+            _call(
+                _gradients, ctx.first, *group[4:6], *trace, tuple(work), *sums
+            )
+            gradients += sums
+        gradients = map(torch.from_numpy, gradients)
         return None, None, *gradients
 
 
-def _in_threads(run: Callable[[int, int], Any], samples: int) -> list[Any]:
-    """The results of a function of the first and the last sample, for each chunk of samples."""
-    if samples < CHUNKS:
+class Space(NamedTuple):
+    """Room for the lanes of a tile."""
+
+    rows: tuple[np.ndarray, ...]
+    chords: tuple[np.ndarray, ...]
+    lanes: tuple[np.ndarray, ...]
+    P: np.ndarray
+    M: np.ndarray
+    states: tuple[np.ndarray, ...]
+    y: np.ndarray
+
+
+def _space(groups: Any, samples: int, D: int) -> Space:
+    shapes = [group[5].shape for group in groups]
+    rows = max(shape[2] for shape in shapes)
+    k = max(shape[3] for shape in shapes)
+
+    def arrays(count: int, *shape: int) -> tuple[np.ndarray, ...]:
+        return tuple(np.zeros(shape) for _ in range(count))
+
+    return Space(
+        arrays(6, rows, LANES),
+        arrays(3, rows, LANES),
+        arrays(5, LANES),
+        np.zeros((rows, rows, LANES)),
+        np.zeros((rows, rows, LANES)),
+        arrays(2, k),
+        np.zeros((samples, D)),
+    )
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().numpy()
+
+
+def _in_threads(
+    run: Callable[[int, int], Any], samples: int, groups: Any
+) -> list[Any]:
+    """The results of a function of the first and the last sample, for chunks of samples.
+
+    How large chunks are does not depend on the number of cores, and neither do results.
+    """
+    agents = len(groups[0][0])
+    size = max(1, LANES // agents)
+    if samples <= size:
         return [run(0, samples)]
-    bounds = np.linspace(0, samples, CHUNKS + 1).astype(int).tolist()
-    return list(_pool().map(run, bounds[:-1], bounds[1:]))
+    starts = range(0, samples, size)
+    stops = [min(start + size, samples) for start in starts]
+    return list(_pool().map(run, starts, stops))
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(CHUNKS)
+    return ThreadPoolExecutor(os.cpu_count())
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -172,396 +263,500 @@ def _compiled(function: Callable[..., Any], on_disk: bool = True) -> Any:
 
 def _inner(function: Any) -> Any:
     """A function that kernels call, compiled as a part of them."""
-    return function if numba is None else numba.njit(**FAST)(function)
+    if numba is None:
+        return function
+    internal = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(**internal, **FAST)(function)
+
+
+def _inline(function: Any) -> Any:
+    """A function in a loop that is turned into vector instructions."""
+    if numba is None:
+        return function
+    return numba.njit(forceinline=True, **FAST)(function)
+
+
+# Chords
+
+
+def _arc_series(s: Any) -> Any:
+    """(artanh(x) / x - 1) / s with s = x^2."""
+    return sum(s**n / (2 * n + 3) for n in range(20))
+
+
+_fit = Chebyshev.interpolate(_arc_series, 10, domain=[0, 1 / 9])
+ARTANH = tuple(_fit.convert(kind=Polynomial).coef[::-1].tolist())
+EXP = tuple(1 / math.factorial(n) for n in range(13, 1, -1))
+LOG2_HIGH = (
+    6.93147180369123816490e-01  # its product with small integers is exact
+)
+LOG2_LOW = 1.90821492927058770002e-10
+
+
+@_inline
+def _expm1(x):  # pragma: kernel
+    """exp(x) - 1 for x between -80 and 0."""
+    n = np.int64(x / math.log(2.0) - 0.5)
+    rest = (x - n * LOG2_HIGH) - n * LOG2_LOW
+    total = 0.0
+    for factor in EXP:
+        total = total * rest + factor
+    total = total * rest * rest + rest
+    power = np.int64((n + 1023) << 52).view(np.float64)
+    return power * total + (power - 1)
+
+
+@_inline
+def _tanh(x):  # pragma: kernel
+    """tanh x, and exp(-2 |x|) - 1."""
+    fall = _expm1(-2 * min(abs(x), 40.0))
+    size = fall / (2 + fall)
+    return -size if x > 0 else size, fall
+
+
+@_inline
+def _chord(u, v):  # pragma: kernel
+    """The mean of tanh between u and v, to rounding, and its derivatives in v and in u.
+
+    The integral of tanh is log cosh, and with the middle m and half the distance s of close points
+    log cosh(m + s) - log cosh(m - s) = 2 artanh(tanh m tanh s).
+    """
+    d = v - u
+    near = abs(d) < 0.5
+    small = abs(d) < 3e-4
+    t, fall = _tanh(u + 0.5 * d if near else u)
+    s, fall_v = _tanh(0.5 * d if near else v)
+    w = t * s
+    x = w if near else (fall_v - fall) / (4 + fall + fall_v)
+    square = x * x
+    total = 0.0
+    for factor in ARTANH:
+        total = total * square + factor
+    rise = 2 * (x + x * square * total)
+    rise = rise if near else rise + abs(v) - abs(u)
+    at_end = (t + s) / (1 + w) if near else s
+    at_start = (t - s) / (1 - w) if near else t
+    slope = 1 - t * t
+    even = slope * (0.5 + (6 * t * t - 2) * d * d / 48)
+    odd = slope * t * d / 6
+    mean = t - odd * d / 2 if small else rise / d  # by Taylor's series
+    end = even - odd if small else (at_end - mean) / d
+    start = even + odd if small else (mean - at_start) / d
+    return mean, end, start
 
 
 # The kernel
 
 
 @_inner
-def _log_cosh(x):  # pragma: kernel
-    size = abs(x)
-    return size + math.log1p(math.exp(-2 * size)) - math.log(2.0)
-
-
-@_inner
-def _chord(u, v):  # pragma: kernel
-    """The mean of tanh between u and v, to rounding, and its derivatives in v and in u.
-
-    With the middle m and half the distance s of the points,
-    log cosh(m + s) - log cosh(m - s) = 2 artanh(tanh m tanh s).
-    """
-    d = v - u
-    half = 0.5 * d
-    t = math.tanh(u + half)
-    if abs(d) < 3e-4:  # Taylor's series
-        slope = 1 - t * t
-        mean = t - slope * t * d * d / 12
-        even = slope * (0.5 + (6 * t * t - 2) * d * d / 48)
-        odd = slope * t * d / 6
-        return mean, even - odd, even + odd
-    if abs(d) < 1:
-        s = math.tanh(half)
-        w = t * s
-        rise = math.log1p(2 * w / (1 - w))
-        at_end = (t + s) / (1 + w)
-        at_start = (t - s) / (1 - w)
-    else:
-        rise = _log_cosh(v) - _log_cosh(u)
-        at_end = math.tanh(v)
-        at_start = math.tanh(u)
-    mean = rise / d
-    return mean, (at_end - mean) / d, (mean - at_start) / d
-
-
-@_inner
-def _rows(A, a, x, z):  # pragma: kernel
-    """`z = A x + a`."""
-    rows, columns = A.shape
+def _chords(z, u, value, end, start, rows, lanes):  # pragma: kernel
+    """The chords from z to u, with their derivatives in u and in z."""
     for j in range(rows):
-        total = a[j]
-        for m in range(columns):
-            total += A[j, m] * x[m]
-        z[j] = total
+        for lane in range(lanes):
+            chord = _chord(z[j, lane], u[j, lane])
+            value[j, lane], end[j, lane], start[j, lane] = chord
 
 
 @_inner
-def _chords(
-    linear,
-    A,
-    a,
-    x,
-    z,
-    u,
-    value,
-    end,
-    start,
-):  # pragma: kernel
-    """`u = A x + a`, and the chords from z to u with their derivatives in u and in z."""
-    _rows(A, a, x, u)
-    for j in range(len(a)):
-        if j < linear:
-            value[j] = 0.5 * (z[j] + u[j])
-            end[j] = 0.5
-            start[j] = 0.5
-        else:
-            value[j], end[j], start[j] = _chord(z[j], u[j])
-
-
-@_inner
-def _residual(x, c, B, value, F):  # pragma: kernel
-    """`F = x - c - B value`, and its largest entry."""
-    columns, rows = B.shape
-    largest = 0.0
-    for i in range(columns):
-        total = x[i] - c[i]
+def _matrix(P, end, M, rows, lanes):  # pragma: kernel
+    """`M = I - P diag(end)`."""
+    for i in range(rows):
         for j in range(rows):
-            total -= B[i, j] * value[j]
-        F[i] = total
-        largest = max(largest, abs(total))
-    return largest
+            one = 1.0 if i == j else 0.0
+            for lane in range(lanes):
+                M[i, j, lane] = one - P[i, j, lane] * end[j, lane]
 
 
 @_inner
-def _scale(a, B, x, z, value, end):  # pragma: kernel
-    """The size of the terms whose rounding the residual has."""
-    columns, rows = B.shape
-    size = 1e-290
-    for i in range(columns):
-        terms = abs(x[i])
+def _eliminate(M, x, rows, lanes):  # pragma: kernel
+    """Solve M x = v, from v in the place of x, by Gauss's elimination."""
+    for i in range(rows):
+        for lane in range(lanes):
+            M[i, i, lane] = 1 / M[i, i, lane]
+        for m in range(i + 1, rows):
+            for lane in range(lanes):
+                M[m, i, lane] *= M[i, i, lane]
+            for j in range(i + 1, rows):
+                for lane in range(lanes):
+                    M[m, j, lane] -= M[m, i, lane] * M[i, j, lane]
+            for lane in range(lanes):
+                x[m, lane] -= M[m, i, lane] * x[i, lane]
+    for i in range(rows - 1, -1, -1):
+        for m in range(i + 1, rows):
+            for lane in range(lanes):
+                x[i, lane] -= M[i, m, lane] * x[m, lane]
+        for lane in range(lanes):
+            x[i, lane] *= M[i, i, lane]
+
+
+@_inner
+def _residual(P, q, u, value, F, error, rows, lanes):  # pragma: kernel
+    """`F = u - q - P value`, and its largest entries."""
+    for lane in range(lanes):
+        error[lane] = 0.0
+    for i in range(rows):
+        for lane in range(lanes):
+            F[i, lane] = u[i, lane] - q[i, lane]
         for j in range(rows):
-            argument = abs(a[j]) + abs(z[j])
-            chord = abs(value[j]) + abs(end[j]) * argument
-            terms += abs(B[i, j]) * chord
-        size = max(size, terms)
-    return size
+            for lane in range(lanes):
+                F[i, lane] -= P[i, j, lane] * value[j, lane]
+        for lane in range(lanes):
+            error[lane] = max(error[lane], abs(F[i, lane]))
 
 
 @_inner
-def _matrix(A, B, end, M):  # pragma: kernel
-    """`M = I - B diag(end) A`."""
-    columns, rows = B.shape
-    for i in range(columns):
-        for m in range(columns):
-            M[i, m] = 0.0
-        M[i, i] = 1.0
-        for j in range(rows):
-            factor = B[i, j] * end[j]
-            for m in range(columns):
-                M[i, m] -= factor * A[j, m]
+def _limits(P, q, limit, rows, lanes):  # pragma: kernel
+    """The rounding of residuals, at most."""
+    for lane in range(lanes):
+        limit[lane] = 0.0
+    for i in range(rows):
+        for lane in range(lanes):
+            size = abs(q[i, lane])
+            for j in range(rows):
+                size += abs(P[i, j, lane])
+            limit[lane] = max(limit[lane], 64 * EPS * size)
 
 
 @_inner
-def _eliminate(M, v, k):  # pragma: kernel
-    """Solve M x = v in place, by Gauss's elimination with pivots."""
-    for i in range(k):
-        pivot = i
-        for m in range(i + 1, k):
-            if abs(M[m, i]) > abs(M[pivot, i]):
-                pivot = m
-        if pivot != i:
-            for m in range(i, k):
-                M[i, m], M[pivot, m] = M[pivot, m], M[i, m]
-            v[i], v[pivot] = v[pivot], v[i]
-        inverse = 1 / M[i, i]
-        for m in range(i + 1, k):
-            factor = M[m, i] * inverse
-            if factor != 0:
-                for j in range(i + 1, k):
-                    M[m, j] -= factor * M[i, j]
-                v[m] -= factor * v[i]
-    for i in range(k - 1, -1, -1):
-        total = v[i]
-        for m in range(i + 1, k):
-            total -= M[i, m] * v[m]
-        v[i] = total / M[i, i]
+def _solve(z, q, P, space, rows, lanes):  # pragma: kernel
+    """The u with `u = q + P chord(z, u)`; False without a solution.
 
-
-@_inner
-def _solve(
-    linear,
-    A,
-    a,
-    B,
-    y,
-    c,
-    x,
-    work,
-):  # pragma: kernel
-    """The x with `x = c + B chord(A y + a, A x + a)`; False without a solution."""
-    k = len(y)
-    z = work[0]
-    u = work[1]
-    value = work[2]
-    end = work[3]
-    start = work[4]
-    F = work[5]
-    dx = work[6]
-    near = work[7]
-    M = work[11:]
-    _rows(A, a, y, z)
-    for i in range(k):
-        x[i] = c[i]
-    _chords(linear, A, a, x, z, u, value, end, start)
-    error = _residual(x, c, B, value, F)
-    rounding = EPS * _scale(a, B, x, z, value, end)
+    A Newton step that does not lower the residual is halved, in its lane alone. The last one is so
+    small that chords are linear along it, to rounding.
+    """
+    _, _, u, base, dx, F = space.rows
+    value, end, start = space.chords
+    error, least, limit, share, moved = space.lanes
+    _limits(P, q, limit, rows, lanes)
+    for lane in range(lanes):
+        least[lane] = np.inf
+        share[lane] = 1.0
+    for i in range(rows):
+        for lane in range(lanes):
+            u[i, lane] = z[i, lane]
     for _ in range(ITERATIONS):
-        if error <= 4 * rounding:
+        _chords(z, u, value, end, start, rows, lanes)
+        _residual(P, q, u, value, F, error, rows, lanes)
+        _matrix(P, end, space.M, rows, lanes)
+        _eliminate(space.M, F, rows, lanes)
+        for lane in range(lanes):
+            better = error[lane] < least[lane] or error[lane] <= limit[lane]
+            better = better or share[lane] < SHORTEST
+            share[lane] = 1.0 if better else 0.5 * share[lane]
+            least[lane] = error[lane] if better else least[lane]
+            moved[lane] = 0.0
+        for i in range(rows):
+            for lane in range(lanes):
+                better = share[lane] == 1
+                base[i, lane] = u[i, lane] if better else base[i, lane]
+                dx[i, lane] = F[i, lane] if better else dx[i, lane]
+            for lane in range(lanes):
+                shift = base[i, lane] - share[lane] * dx[i, lane] - u[i, lane]
+                u[i, lane] += shift
+                value[i, lane] += end[i, lane] * shift
+                moved[lane] = max(moved[lane], abs(shift))
+        unsolved = 0
+        for lane in range(lanes):
+            unsolved += share[lane] < 1 or not (
+                moved[lane] <= SMALL or error[lane] <= limit[lane]
+            )
+        if unsolved == 0:
             return True
-        before = error
-        _matrix(A, B, end, M)
-        for i in range(k):
-            dx[i] = F[i]
-        _eliminate(M, dx, k)
-        share = 1.0
-        for _ in range(HALVINGS):
-            for i in range(k):
-                near[i] = x[i] - share * dx[i]
-            _chords(linear, A, a, near, z, u, value, end, start)
-            error = _residual(near, c, B, value, F)
-            if error < before or error <= 64 * rounding:
-                break
-            share *= 0.5
-        for i in range(k):
-            x[i] = near[i]
-        if error <= 64 * rounding and error > 0.25 * before:
-            return True
-        if not math.isfinite(error):
-            return False
     return False
 
 
 @_inner
-def _move(
-    group,
-    t,
-    at,
-    s,
-    backwards,
-    y,
-    push,
-    work,
-):  # pragma: kernel
-    """Solve the substeps of a group one after the other, and write the states into y."""
-    index, linear, trace, A, a, B = group
-    E, k = index.shape
-    t = min(t, A.shape[0] - 1)
-    before = work[8]
-    c = work[9]
-    x = work[10]
-    for number in range(E):
-        e = E - 1 - number if backwards else number
+def _pad(z, q, P, rows, lanes):  # pragma: kernel
+    """Fill up the last vector with equations of zeros; the number of lanes then."""
+    full = (lanes + VECTOR - 1) // VECTOR * VECTOR
+    for lane in range(lanes, full):
+        for i in range(rows):
+            z[i, lane] = 0.0
+            q[i, lane] = 0.0
+            for j in range(rows):
+                P[i, j, lane] = 0.0
+    return full
+
+
+@_inline
+def _put_rows(A, a, t, n, x, z, lane):  # pragma: kernel
+    """`A x + a` as one lane of z."""
+    for j in range(A.shape[2]):
+        total = a[t, n, j]
+        for m in range(A.shape[3]):
+            total += A[t, n, j, m] * x[m]
+        z[j, lane] = total
+
+
+@_inner
+def _gather(group, place, start, lanes, y, push, space):  # pragma: kernel
+    """Lanes of z, q and P, from the states before the substeps."""
+    index, _, Q, e, _, A, a, P, trace = group
+    t, at, pushed, low = place
+    samples = len(y)
+    k = index.shape[1]
+    z, q, _, _, _, _ = space.rows
+    before, after = space.states
+    for lane in range(lanes):
+        n = (start + lane) // samples
+        s = (start + lane) % samples
         for i in range(k):
-            entry = index[e, i]
-            before[i] = y[entry]
-            c[i] = before[i]
-            if len(push):
-                c[i] += push[entry]
-        solved = _solve(
-            linear,
-            A[t, e],
-            a[t, e],
-            B[t, e],
-            before[:k],
-            c,
-            x,
-            work,
-        )
-        if not solved:
-            return False
+            before[i] = y[s, index[n, i]]
         for i in range(k):
-            y[index[e, i]] = x[i]
-            trace[at, s, e, 0, i] = before[i]
-            trace[at, s, e, 1, i] = x[i]
+            total = before[i] + e[n, i]
+            for m in range(k):
+                total += Q[n, i, m] * before[m]
+            if pushed >= 0:
+                total += push[pushed, low + s, index[n, i]]
+            after[i] = total
+            trace[at, n, 0, low + s, i] = before[i]
+            trace[at, n, 1, low + s, i] = total
+        _put_rows(A, a, t, n, before, z, lane)
+        _put_rows(A, a, t, n, after, q, lane)
+        for i in range(A.shape[2]):
+            for j in range(A.shape[2]):
+                space.P[i, j, lane] = P[t, n, i, j]
+
+
+@_inner
+def _scatter(group, place, start, lanes, y, space):  # pragma: kernel
+    """The states after the substeps."""
+    index, _, _, _, F, A, _, _, trace = group
+    t, at, _, low = place
+    samples = len(y)
+    k = index.shape[1]
+    value, _, _ = space.chords
+    slopes, _ = space.states
+    for lane in range(lanes):
+        n = (start + lane) // samples
+        s = (start + lane) % samples
+        for i in range(k):
+            slopes[i] = 0.0
+        for j in range(A.shape[2]):
+            for i in range(k):
+                slopes[i] += A[t, n, j, i] * value[j, lane]
+        for i in range(k):
+            total = trace[at, n, 1, low + s, i]
+            for m in range(k):
+                total += F[n, i, m] * slopes[m]
+            trace[at, n, 1, low + s, i] = total
+            y[s, index[n, i]] = total
+
+
+@_inner
+def _move(group, place, backwards, y, push, space):  # pragma: kernel
+    """Solve the substeps of a group, and write the states into y, whose first sample is low."""
+    bounds = group[1]
+    A = group[5]
+    samples = len(y)
+    t, at, pushed, low = place
+    place = min(t, A.shape[0] - 1), at, pushed, low
+    z, q, _, _, _, _ = space.rows
+    parts = len(bounds) - 1
+    for part in range(parts):
+        colour = parts - 1 - part if backwards else part
+        last = bounds[colour + 1] * samples
+        for start in range(bounds[colour] * samples, last, LANES):
+            lanes = min(LANES, last - start)
+            _gather(group, place, start, lanes, y, push, space)
+            lanes = _pad(z, q, space.P, A.shape[2], lanes)
+            if not _solve(z, q, space.P, space, A.shape[2], lanes):
+                return False
+            lanes = min(LANES, last - start)
+            _scatter(group, place, start, lanes, y, space)
     return True
 
 
 @_inner
-def _workspace(groups):  # pragma: kernel
-    """Eleven vectors, and a matrix below them, for the largest equation."""
-    size = 0
-    for group in groups:
-        A = group[3]
-        size = max(size, A.shape[2], A.shape[3])
-    return np.empty((11 + size, size))
+def _copy(y, states, n, low):  # pragma: kernel
+    """Write some samples to the states of a step."""
+    for s in range(y.shape[0]):
+        for i in range(y.shape[1]):
+            states[n, low + s, i] = y[s, i]
 
 
-@_inner
-def _step(
-    groups,
-    t,
-    at,
-    s,
-    y,
-    middle,
-    force,
-    work,
+def _forward(
+    low, states, middles, push, first, space, groups
 ):  # pragma: kernel
-    """Move y by one step, and write the states in its middle; False without a solution.
+    """All steps of some samples; the number of the step that failed, or -1.
 
     Groups are the agents themselves, the edges of plants and those of controllers: odd steps take
     them the other way round.
     """
-    odd = t % 2 == 1
-    for place in range(3):
-        number = 2 - place if odd else place
-        push = force[:0] if number else force
-        if odd and number == 0:
-            middle[:] = y
-        if not _move(groups[number], t, at, s, odd, y, push, work):
-            return False
-        if not odd and number == 0:
-            middle[:] = y
-    return True
-
-
-def _forward(
-    low,
-    high,
-    states,
-    middles,
-    push,
-    first,
-    groups,
-):  # pragma: kernel
-    """All steps of some samples; the number of the step that failed, or -1."""
-    steps, _, D = middles.shape
-    work = _workspace(groups)
-    last = groups[0][2].shape[0] - 1
-    nothing = np.empty(0)
-    y = np.empty(D)
-    for s in range(low, high):
-        y[:] = states[0, s]
-        for n in range(steps):
-            t = first + n
-            at = min(n, last)
-            force = push[n, s] if len(push) else nothing
-            if not _step(groups, t, at, s, y, middles[n, s], force, work):
+    last = groups[0][-1].shape[0] - 1
+    y = space.y
+    for s in range(y.shape[0]):
+        for i in range(y.shape[1]):
+            y[s, i] = states[0, low + s, i]
+    for n in range(len(middles)):
+        t = first + n
+        at = min(n, last)
+        odd = t % 2 == 1
+        for turn in range(3):
+            number = 2 - turn if odd else turn
+            own = number == 0
+            if odd and own:
+                _copy(y, middles, n, low)
+            pushed = n if own and len(push) else -1
+            place = t, at, pushed, low
+            if not _move(groups[number], place, odd, y, push, space):
                 return t
-            states[n + 1, s] = y
+            if own and not odd:
+                _copy(y, middles, n, low)
+        _copy(y, states, n + 1, low)
     return -1
 
 
 @_inner
-def _pull(
-    group,
-    t,
-    n,
-    s,
-    backwards,
-    g,
-    g_push,
-    work,
-):  # pragma: kernel
-    """From the gradient of the states after a group to that before it; adds those of weights."""
-    index, linear, trace, A, a, B, dA, da, dB = group
-    E, k = index.shape
-    r = A.shape[2]
-    t = min(t, A.shape[0] - 1)
-    z = work[0]
-    u = work[1]
-    value = work[2]
-    end = work[3]
-    start = work[4]
-    v = work[5]
-    M = work[11:]
-    for number in range(E):
-        e = number if backwards else E - 1 - number  # the last substep first
-        y = trace[n, s, e, 0]
-        x = trace[n, s, e, 1]
-        A_e = A[t, e]
-        a_e = a[t, e]
-        B_e = B[t, e]
-        _rows(A_e, a_e, y, z)
-        _chords(linear, A_e, a_e, x, z, u, value, end, start)
-        _matrix(A_e, B_e, end, M)
+def _pull(group, place, backwards, g, g_push, space):  # pragma: kernel
+    """From the gradient of the states after a group to that before it.
+
+    Saves the gradients of rows at the start and at the end, chords, and gradients of solutions.
+    """
+    bounds = group[1]
+    A = group[5]
+    samples = len(g)
+    rows = A.shape[2]
+    t, at, pushed, low = place
+    place = min(t, A.shape[0] - 1), at, pushed, low
+    z, u, w, _, _, _ = space.rows
+    value, end, start_slope = space.chords
+    parts = len(bounds) - 1
+    for part in range(parts):  # the last substep first
+        colour = part if backwards else parts - 1 - part
+        last = bounds[colour + 1] * samples
+        for start in range(bounds[colour] * samples, last, LANES):
+            lanes = min(LANES, last - start)
+            _gather_back(group, place, start, lanes, g, space)
+            lanes = _pad(z, u, space.P, A.shape[2], lanes)
+            _chords(z, u, value, end, start_slope, rows, lanes)
+            _matrix(space.P, end, space.M, rows, lanes)
+            _eliminate(space.M, w, rows, lanes)
+            lanes = min(LANES, last - start)
+            _scatter_back(group, place, start, lanes, g, g_push, space)
+
+
+@_inner
+def _gather_back(group, place, start, lanes, g, space):  # pragma: kernel
+    """Lanes of z, u, `A F^T g` and the transpose of P."""
+    index, _, _, _, F, A, a, P, trace, _, _ = group
+    t, at, _, low = place
+    samples = len(g)
+    k = index.shape[1]
+    rows = A.shape[2]
+    z, u, w, _, _, _ = space.rows
+    before, after = space.states
+    for lane in range(lanes):
+        n = (start + lane) // samples
+        s = (start + lane) % samples
         for i in range(k):
-            v[i] = g[index[e, i]]
-        _eliminate(M.T, v, k)
-        for j in range(r):
+            before[i] = trace[at, n, 0, low + s, i]
+            after[i] = trace[at, n, 1, low + s, i]
+        _put_rows(A, a, t, n, before, z, lane)
+        _put_rows(A, a, t, n, after, u, lane)
+        for m in range(k):
+            before[m] = 0.0
+        for i in range(k):
+            for m in range(k):
+                before[m] += F[n, i, m] * g[s, index[n, i]]
+        for j in range(rows):
             total = 0.0
-            for i in range(k):
-                total += B_e[i, j] * v[i]
-            end[j] *= total
-            start[j] *= total
-            da[t, e, j] += end[j] + start[j]
+            for m in range(k):
+                total += A[t, n, j, m] * before[m]
+            w[j, lane] = total
+            for i in range(rows):
+                space.P[i, j, lane] = P[t, n, j, i]
+
+
+@_inner
+def _scatter_back(
+    group, place, start, lanes, g, g_push, space
+):  # pragma: kernel
+    """The gradients of the states before the substeps, and those of rows, chords and solutions."""
+    index, _, Q, _, _, A, _, _, _, pulls, sources = group
+    t, at, pushed, low = place
+    samples = len(g)
+    k = index.shape[1]
+    _, _, w, _, _, _ = space.rows
+    value, end, start_slope = space.chords
+    v, to_y = space.states
+    for lane in range(lanes):
+        n = (start + lane) // samples
+        s = (start + lane) % samples
         for i in range(k):
-            if len(g_push):
-                g_push[index[e, i]] += v[i]
-            for j in range(r):
-                dB[t, e, i, j] += v[i] * value[j]
-        for j in range(r):
+            v[i] = g[s, index[n, i]]
+            to_y[i] = 0.0
+        for j in range(A.shape[2]):
+            at_start = start_slope[j, lane] * w[j, lane]
+            at_end = end[j, lane] * w[j, lane]
+            pulls[at, n, 0, low + s, j] = at_start
+            pulls[at, n, 1, low + s, j] = at_end
+            pulls[at, n, 2, low + s, j] = value[j, lane]
             for i in range(k):
-                dA[t, e, j, i] += end[j] * x[i] + start[j] * y[i]
-                v[i] += A_e[j, i] * start[j]
+                v[i] += A[t, n, j, i] * at_end
+                to_y[i] += A[t, n, j, i] * at_start
+        for m in range(k):
+            for i in range(k):
+                to_y[i] += Q[n, m, i] * v[m]
         for i in range(k):
-            g[index[e, i]] = v[i]
+            sources[at, n, low + s, i] = v[i]
+            g[s, index[n, i]] = to_y[i] + v[i]
+            if pushed >= 0:
+                g_push[pushed, low + s, index[n, i]] = v[i]
 
 
 def _backward(
-    low,
-    high,
-    cotangents,
-    g_y,
-    g_push,
-    first,
-    groups,
+    low, cotangents, g_y, g_push, first, space, groups
 ):  # pragma: kernel
     """The gradients of some samples, from those of all states."""
     steps = len(cotangents) - 1
-    work = _workspace(groups)
-    nothing = np.empty(0)
-    g = np.empty(g_y.shape[1])
-    for s in range(low, high):
-        g[:] = cotangents[steps, s]
-        for n in range(steps - 1, -1, -1):
-            t = first + n
-            odd = t % 2 == 1
-            for place in range(3):
-                number = place if odd else 2 - place
-                force = nothing
-                if number == 0 and len(g_push):
-                    force = g_push[n, s]
-                _pull(groups[number], t, n, s, odd, g, force, work)
-            g += cotangents[n, s]
-        g_y[s] = g
+    g = space.y
+    for n in range(steps, -1, -1):
+        for s in range(g.shape[0]):
+            for i in range(g.shape[1]):
+                g[s, i] += cotangents[n, low + s, i]
+        if n == 0:
+            break
+        t = first + n - 1
+        odd = t % 2 == 1
+        for turn in range(3):
+            number = turn if odd else 2 - turn
+            pushed = n - 1 if number == 0 and len(g_push) else -1
+            place = t, n - 1, pushed, low
+            _pull(groups[number], place, odd, g, g_push, space)
+    _copy(g, g_y, 0, low)
+
+
+def _gradients(
+    first, F, A, trace, pulls, sources, work, dQ, de, dF, dA, da
+):  # pragma: kernel
+    """The gradients of Q, e, F, A and a, from the solutions and the gradients there."""
+    steps, E, S, k = sources.shape
+    T, _, rows, _ = A.shape
+    slopes, back = work
+    for step in range(steps):
+        t = min(first + step, T - 1)
+        for n in range(E):
+            for s in range(S):
+                for m in range(k):
+                    slopes[m] = 0.0
+                    back[m] = 0.0
+                for i in range(k):
+                    v = sources[step, n, s, i]
+                    de[n, i] += v
+                    for m in range(k):
+                        dQ[n, i, m] += v * trace[step, n, 0, s, m]
+                        back[m] += F[n, i, m] * v
+                for j in range(rows):
+                    at_start = pulls[step, n, 0, s, j]
+                    at_end = pulls[step, n, 1, s, j]
+                    value = pulls[step, n, 2, s, j]
+                    da[t, n, j] += at_start + at_end
+                    for m in range(k):
+                        total = at_start * trace[step, n, 0, s, m]
+                        total += at_end * trace[step, n, 1, s, m]
+                        dA[t, n, j, m] += total + value * back[m]
+                        slopes[m] += A[t, n, j, m] * value
+                for i in range(k):
+                    for m in range(k):
+                        dF[n, i, m] += sources[step, n, s, i] * slopes[m]

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 
 class Substeps(NamedTuple):
-    """Equations `x = y + B chord(A y + a, A x + a)` of E agents or edges, for each step."""
+    """Equations `x = y + F A^T (weights * chord(A y + a, A x + a))` of E agents or edges."""
 
     # (E, k): the entries of the flattened state (N n,) that move.
     entries: Tensor
-    A: Tensor  # (T, E, r, k)
+    flow: Tensor  # (E, k, k): F, h times a part of J - R
+    A: Tensor  # (T, E, r, k), for each step
     a: Tensor  # (T, E, r)
-    B: Tensor  # (T, E, k, r)
+    weights: Tensor  # (E, r)
     rows: tuple[str, ...]  # the activation of each row
     # Equations that share no entry are solved together.
     groups: tuple[slice, ...]
@@ -50,10 +51,12 @@ class Substeps(NamedTuple):
             pushed = None
             if push is not None:
                 pushed = start + push[:, index]
+            A = self.A[t, group]
+            slopes = A.mT * self.weights[group].unsqueeze(-2)
             moved = implicit.solve_chord(
                 start,
-                self.B[t, group],
-                self.A[t, group],
+                self.flow[group] @ slopes,
+                A,
                 self.a[t, group],
                 sigma,
                 c=pushed,
@@ -112,20 +115,17 @@ def system(loop: ClosedLoop) -> System:
     n = p + c
     index = torch.arange(N * n, device=K.device)
     index = index.view(N, n)
-    A = plant.A.to(K)
-    a = plant.a.to(K)
-    # From chords to the gradient of the energy.
+    A = plant.A.to(K)[None]
+    a = plant.a.to(K)[None]
     weights = plant.weights.to(K)
-    slopes = A.mT * weights.unsqueeze(-2)
-    time = (T, 1, 1, 1)
-    offsets = a.repeat(T, 1, 1)
-    gradient = _diagonal(slopes.repeat(time), K.mT)
+    ones = torch.ones_like(controller.R).to(K)
     tanh = ("tanh",) * c
     own = Substeps(
         index,
-        _diagonal(A.repeat(time), K),
-        torch.cat([offsets, controller.b], -1),
-        loop.step * _interconnection(loop) @ gradient,
+        loop.step * _interconnection(loop),
+        _diagonal(A.expand(T, -1, -1, -1), K),
+        torch.cat([a.expand(T, -1, -1), controller.b], -1),
+        torch.cat([weights, ones], -1),
         plant.activation + tanh,
         (slice(None),),
     )
@@ -134,7 +134,7 @@ def system(loop: ClosedLoop) -> System:
         index[:, :p],
         plant.links,
         plant.couplings.to(K),
-        (A[None], a[None], slopes[None]),
+        (A, a, weights),
         plant.activation,
     )
     controller_edges = _edges(
@@ -142,7 +142,7 @@ def system(loop: ClosedLoop) -> System:
         index[:, p:],
         controller.links,
         controller.C,
-        (K, controller.b, K.mT),
+        (K, controller.b, ones),
         tanh,
     )
     return System(own, plant_edges, controller_edges)
@@ -162,23 +162,25 @@ def _interconnection(loop: ClosedLoop) -> Tensor:
 
 def _edges(h, index, links, couplings, rows, names) -> Substeps:
     """The substeps of edges (i, k), in which C moves i by k and -C^T moves k by i."""
-    A, a, slopes = rows
-    i = [first for first, _ in links]
-    k = [second for _, second in links]
+    A, a, weights = rows
+    ends = torch.tensor(links, dtype=torch.long, device=index.device)
+    i, k = ends.view(-1, 2).mT
     zero = torch.zeros_like(couplings)
     skew = blocks([[zero, couplings], [-couplings.mT, zero]])
-    gradient = _diagonal(slopes[:, i], slopes[:, k])
     groups = []
     first = 0
     for group in colours(links):
         last = first + len(group)
         groups.append(slice(first, last))
         first = last
+    a = [a.index_select(1, end) for end in (i, k)]
+    weights = [weights[end] for end in (i, k)]
     return Substeps(
         torch.cat([index[i], index[k]], -1),
-        _diagonal(A[:, i], A[:, k]),
-        torch.cat([a[:, i], a[:, k]], -1),
-        h * skew @ gradient,
+        h * skew,
+        _diagonal(A.index_select(1, i), A.index_select(1, k)),
+        torch.cat(a, -1),
+        torch.cat(weights, -1),
         names * 2,
         tuple(groups),
     )
