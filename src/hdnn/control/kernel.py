@@ -46,8 +46,7 @@ ITERATIONS = 10_000
 SHORTEST = 2.0**-10  # of a Newton step: it is taken in any case, to get away
 SMALL = 1e-7  # a Newton step whose square is rounding
 EPS = 2.0**-52
-# Arrays are made outside: kernels need not count references.
-FAST = {"error_model": "numpy", "fastmath": {"contract"}, "_nrt": False}
+FAST = {"error_model": "numpy", "fastmath": {"contract"}}
 
 
 def unsupported_reason(y: Tensor, system: System) -> str | None:
