@@ -59,7 +59,6 @@ from sklearn.utils.validation import (  # noqa: E402
 __all__ = ["HDNNClassifier", "HDNNRegressor"]
 
 PENALTIES = (1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)  # of linear models
-HUGE = 1e9  # so large a penalty that a linear model is a constant
 DECAYS = (2e-2, 5e-3, 7e-4)  # of networks, from strong to weak
 SCALES = np.linspace(0, 1, 21).tolist()
 # A more flexible model must lower the held-out loss by this factor,
@@ -71,8 +70,10 @@ FEW = (300, 600)  # rows, below which they are held out in more ways
 SEARCHED = 10_000  # rows, at most, that the choice looks at
 LEAST = 3  # epochs
 SCORES = 2**21  # of a minibatch, at most: rows times classes
-INPUTS = 64  # of a network, at most: more columns are projected
+INPUTS = 64  # of a network, at most: more columns are projected, or
+BEST = (64, 16)  # so many looked at, those that tell most by themselves
 STEPS = 1200  # of the optimiser; fewer for few rows and wide networks
+TRIED = 0.5  # of the steps, in a training that only judges a weight decay
 WIDE = 32  # features
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
@@ -90,6 +91,14 @@ class Rows(NamedTuple):
     t: Tensor
     weight: Tensor | None
 
+    @property
+    def share(self) -> Tensor:
+        """The weight of each row in a mean."""
+        weight = self.weight
+        if weight is None:
+            weight = torch.ones(len(self.x)).to(self.x)
+        return weight / weight.sum()
+
     def take(self, index: Any) -> Rows:
         index = torch.as_tensor(index, device=self.x.device)
         weight = self.weight
@@ -103,21 +112,26 @@ class Choice(NamedTuple):
 
     Attributes:
         loss: of the held-out rows.
+        columns: the number of inputs that are looked at, those that tell most; 0 for all.
         penalty: of the linear model, for a row.
         decay: the weight decay of the network; None where the linear model is better.
         scale: how much of the scores is kept, from those of a constant on.
     """
 
     loss: float = np.inf
+    columns: int = 0
     penalty: float = 0.1
     decay: float | None = None
     scale: float = 1.0
 
     @property
     def name(self) -> str:
-        if self.decay is None:
-            return f"linear model, penalty {self.penalty:g}"
-        return f"network, weight decay {self.decay:g}"
+        name = f"linear model, penalty {self.penalty:g}"
+        if self.decay is not None:
+            name = f"network, weight decay {self.decay:g}"
+        if self.columns:
+            name += f", of {self.columns} inputs"
+        return name
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -236,21 +250,22 @@ class _Estimator(
 
     def _choose(self, rows: Rows) -> Choice:
         """The model with the lowest loss of held-out rows."""
-        wide = rows.x.shape[1] > INPUTS
+        size, inputs = rows.x.shape
+        wide = inputs > INPUTS
         if self.weight_decay is not None and not wide:
             return Choice(decay=self.weight_decay)
-        if len(rows.x) > SEARCHED:
-            random = np.random.default_rng(self._seed)
-            order = random.permutation(len(rows.x))
-            rows = rows.take(order[:SEARCHED])
-        size = len(rows.x)
+        if size > SEARCHED:
+            rows, _ = self._hold_out(rows, 1 - SEARCHED / size)
         count = 1 + sum(size < limit for limit in FEW)
         try:
             folds = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
         except DataError:  # too few rows
             return Choice(decay=self.weight_decay or DECAYS[0])
-        linear = [Choice(penalty=penalty) for penalty in PENALTIES]
-        best = min(self._judged(folds, choice) for choice in linear)
+        best = min(
+            self._judged(folds, Choice(columns=columns, penalty=penalty))
+            for columns in (0, *BEST)[: 3 if wide else 1]
+            for penalty in PENALTIES
+        )
         if self.weight_decay is not None:
             return best._replace(decay=self.weight_decay, scale=1.0)
         if self.epochs is not None or self.network in CURVED:
@@ -266,68 +281,106 @@ class _Estimator(
     def _judged(self, folds: Sequence[Any], choice: Choice) -> Choice:
         """A choice with its held-out loss, at the scale where it is lowest."""
         losses = np.zeros(len(SCALES))
+        choice = choice._replace(scale=1.0)
         for train, held in folds:
-            constant = _linear(train, HUGE).bias
-            scores = self._predicted(train, held.x, choice)
+            D, linear = self._view(train, choice)
+            train = train._replace(x=train.x @ D)
+            model = linear
+            if choice.decay is not None:
+                model = self._new_model(D.shape[1])
+                self._train(model, train, choice, TRIED)
+            scores = model(held.x @ D).detach()
+            constant = self._constant(train)
             for k, scale in enumerate(SCALES):
                 shrunk = constant.lerp(scores, scale)
-                loss = _loss(shrunk, held)
-                losses[k] += loss / len(folds)
+                losses[k] += _loss(shrunk, held) / len(folds)
         best = int(losses.argmin())
         loss = losses[best]
         scale = SCALES[best]
-        choice = choice._replace(loss=loss, scale=scale)
         self._say(
             f"{choice.name}, scores times {scale:.2f}: held-out loss {loss:.4f}"
         )
-        return choice
+        return choice._replace(loss=loss, scale=scale)
 
-    def _predicted(self, train: Rows, x: Tensor, choice: Choice) -> Tensor:
-        """The scores at x of a model that is trained by a choice."""
-        if choice.decay is None:
-            return _linear(train, choice.penalty)(x)
-        D = self._directions(train, choice.penalty)
-        train = train._replace(x=train.x @ D)
-        model = self._new_model(D.shape[1])
-        self._train(model, train, choice._replace(scale=1.0))
-        with torch.no_grad():
-            return model(x @ D)
+    def _constant(self, rows: Rows) -> Tensor:
+        """The scores with the lowest loss that are the same for all rows."""
+        mean = rows.share @ self._values(rows)
+        if self.regression:
+            return mean
+        return mean.logit(1e-9) if len(mean) == 1 else mean.log()
+
+    def _values(self, rows: Rows) -> Tensor:
+        """Targets as numbers `(rows, outputs)`."""
+        if self.regression:
+            return rows.t
+        if self._outputs == 1:
+            return rows.t[:, None].to(rows.x)
+        return F.one_hot(rows.t, self._outputs).to(rows.x)
 
     # The model
 
     def _model_for(self, rows: Rows, choice: Choice) -> Rows:
-        """Make a new model; the rows as it takes them."""
-        D = self._directions(rows, choice.penalty)
+        """Make a new model, a linear one at once; the rows as it takes them."""
+        D, linear = self._view(rows, choice)
         if len(D) > INPUTS:
             self.encoder_.directions = D.T.tolist()
-        self.model_ = self._new_model(D.shape[1])
+        model = self.model_ = self._new_model(D.shape[1])
+        if choice.decay is None:
+            # So small that it can still learn more.
+            for parameter in model.net.parameters():
+                parameter.data *= FAINT
+            head: Any = model.head
+            augment: Any = model.augment
+            head.weight.data.zero_()
+            head.weight.data[:, augment.positions] = linear.weight
+            head.bias.data.copy_(linear.bias)
         return rows._replace(x=rows.x @ D)
 
-    def _directions(self, rows: Rows, penalty: float) -> Tensor:
-        """The directions (inputs, fewer) in which a table is seen: of few columns, all.
+    def _view(
+        self, rows: Rows, choice: Choice
+    ) -> tuple[Tensor, torch.nn.Linear]:
+        """The directions `(inputs, fewer)` in which a table is seen, and a linear model of these.
 
-        Of many columns these are the scores of the linear model, and principal components.
+        Of few columns these are all. Of many they are those that tell most about the target, or
+        the scores of the linear model of all and, for a network, principal components.
         """
-        count, inputs = rows.x.shape
-        if inputs <= INPUTS:
-            return torch.eye(inputs).to(rows.x)
-        W = _linear(rows, penalty).weight
-        if len(W) > INPUTS:
-            W = W[:0]
-        scores = rows.x @ W.T
-        spread = scores.std(0).clamp_min(1e-6)
-        room = INPUTS - len(W) // 2
-        enough = max(8, count // 4)
-        most = min(room, enough, count)
-        pca: Any = PCA(most, random_state=self._seed)
-        pca.fit(rows.x.numpy(force=True))
+        x = rows.x
+        penalty = choice.penalty
+        inputs = x.shape[1]
+        D = torch.eye(inputs).to(x)
+        if choice.columns:
+            values = self._values(rows)
+            share = rows.share
+            moved = (values - share @ values) * share[:, None]
+            told = (x.T @ moved).norm(dim=1)
+            D = D[:, told.topk(choice.columns).indices]
+        elif inputs > INPUTS:
+            linear = _linear(rows, penalty)
+            W = linear.weight
+            if len(W) > INPUTS:
+                D = self._components(x, INPUTS)
+            else:
+                spread = linear(x).std(0).clamp_min(1e-6)
+                D = W.T / spread
+                if choice.decay is not None:
+                    more = self._components(x, INPUTS - len(W) // 2)
+                    D = torch.cat([D, more], 1)
+                diagonal = torch.eye(len(W), D.shape[1]).to(x)
+                linear.weight.data = diagonal * spread[:, None]
+                return D, linear
+        return D, _linear(rows._replace(x=x @ D), penalty)
+
+    def _components(self, x: Tensor, count: int) -> Tensor:
+        """Principal components, the smaller ones enlarged by half."""
+        rows = len(x)
+        enough = max(8, rows // 4)
+        pca: Any = PCA(min(count, enough, rows), random_state=self._seed)
+        pca.fit(x.numpy(force=True))
         values = pca.singular_values_
-        sizes = np.sqrt(values * values.mean() / count)
+        sizes = np.sqrt(values * values.mean() / rows)
         present = sizes > 0
-        components = pca.components_[present]
-        components = components / sizes[present, None]
-        components = torch.as_tensor(components.T).to(rows.x)
-        return torch.cat([W.T / spread, components], 1)
+        components = pca.components_[present] / sizes[present, None]
+        return torch.as_tensor(components.T).to(x)
 
     def _new_model(self, inputs: int) -> Model:
         options: dict[str, Any] = {
@@ -355,43 +408,34 @@ class _Estimator(
         return Model(augment, net, head)
 
     def _train(
-        self, model: Model, rows: Rows, choice: Choice, **options: Any
+        self,
+        model: Model,
+        rows: Rows,
+        choice: Choice,
+        share: float = 1.0,
+        **options: Any,
     ) -> training.History:
-        """Train a model by a choice of the held-out rows."""
+        """Train a model by a choice of the held-out rows, in a share of the steps."""
         head = model.head
+        x = rows.x.to(head.weight.dtype)
         if choice.decay is None:
-            history = self._solve(model, rows, choice.penalty)
+            loss = _loss(model(x).detach(), rows)
+            history = training.History([loss], [np.nan], [0.0], [0.0], [0.0])
         else:
-            recipe = self._recipe(model, rows, choice.decay) | options
-            x = rows.x.to(head.weight.dtype)
+            recipe = self._recipe(model, rows, choice.decay, share) | options
             history = training.fit(
                 model, x, rows.t, weight=rows.weight, **recipe
             )
         if choice.scale < 1:
-            constant = _linear(rows, HUGE).bias
             head.weight.data *= choice.scale
             bias = head.bias.data
+            constant = self._constant(rows).to(bias)
             head.bias.data = constant.lerp(bias, choice.scale)
         return history
 
-    @torch.no_grad()
-    def _solve(
-        self, model: Model, rows: Rows, penalty: float
-    ) -> training.History:
-        """Make a model linear, with weights so small that it can still learn more."""
-        for parameter in model.net.parameters():
-            parameter *= FAINT
-        linear = _linear(rows, penalty)
-        head = model.head
-        augment: Any = model.augment
-        head.weight.zero_()
-        head.weight[:, augment.positions] = linear.weight
-        head.bias.copy_(linear.bias)
-        scores = linear(rows.x)
-        loss = _loss(scores, rows)
-        return training.History([loss], [np.nan], [0.0], [0.0], [0.0])
-
-    def _recipe(self, model: Model, rows: Rows, decay: float) -> dict[str, Any]:
+    def _recipe(
+        self, model: Model, rows: Rows, decay: float, share: float
+    ) -> dict[str, Any]:
         """The options of a training; those of the estimator come first."""
         count = len(rows.x)
         head: Any = model.head
@@ -400,7 +444,7 @@ class _Estimator(
         many = max(count // 512, count * head.outputs // SCORES)
         batches = max(1, few, many)
         steps = max(60, 2 * count)
-        steps = narrow * min(STEPS, steps)
+        steps = share * narrow * min(STEPS, steps)
         recipe: dict[str, Any] = {
             "epochs": max(LEAST, round(steps / batches)),
             "batch": -(-count // batches),  # all of equal size
@@ -459,7 +503,7 @@ class _Estimator(
         is_new = not self.__sklearn_is_fitted__()
         rows = self._read(X, y, sample_weight, classes, is_new)
         if is_new:
-            rows = self._model_for(rows, Choice())
+            rows = self._model_for(rows, Choice(decay=0.0))
         choice = Choice(decay=self.weight_decay or 0.0)
         options = {"epochs": 1, "schedule": "constant", "warmup": 0.0}
         self.history_ = self._train(self.model_, rows, choice, **options)
@@ -748,10 +792,7 @@ def _losses(scores: Tensor, t: Tensor) -> Tensor:
 def _loss(scores: Tensor, rows: Rows) -> float:
     """The mean loss of rows by their weights."""
     losses = _losses(scores, rows.t)
-    weight = rows.weight
-    if weight is not None:
-        losses *= weight / weight.mean()
-    return float(losses.mean())
+    return float((losses * rows.share).sum())
 
 
 def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
@@ -761,6 +802,10 @@ def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
     if weight is not None:
         weight = weight.double().numpy(force=True)
     total = penalty * len(x)
+    basis = None
+    if x.shape[1] > len(x):  # the same problem in as many unknowns as rows
+        basis, R = np.linalg.qr(x.T)
+        x = R.T
     t = rows.t.numpy(force=True)
     model: Any = LogisticRegression(C=1 / total, max_iter=200)
     if rows.t.is_floating_point():
@@ -770,6 +815,8 @@ def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
         warnings.simplefilter("ignore")
         model.fit(x, t, weight)
     W = np.atleast_2d(model.coef_)
+    if basis is not None:
+        W = W @ basis.T
     bias = np.ravel(model.intercept_)
     outputs, inputs = W.shape
     layer = torch.nn.Linear(inputs, outputs).requires_grad_(False)
@@ -802,11 +849,8 @@ def _row_numbers(*columns: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
     Numbers follow from the values alone, so that the order of the rows does not matter.
     """
-    frames = []
-    for values in columns:
-        flat = values.reshape(len(values), -1)
-        frames.append(pd.DataFrame(flat.numpy(force=True)))
-    frame = pd.concat(frames, axis=1)
+    flat = [t.reshape(len(t), -1).double() for t in columns]
+    frame = pd.DataFrame(torch.cat(flat, 1).numpy(force=True))
     keys = hash_pandas_object(frame, index=False)  # pyright: ignore[reportCallIssue]
     _, first, number = np.unique(
         keys.to_numpy(), return_index=True, return_inverse=True
