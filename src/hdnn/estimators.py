@@ -68,6 +68,9 @@ WORSE = 1.05
 HELD_OUT = 0.2
 FEW = (300, 600)  # rows, below which they are held out in more ways
 SEARCHED = 10_000  # rows, at most, that the choice looks at
+MERGED = (
+    100_000  # rows, up to which those that are repeated are one with a weight
+)
 LEAST = 3  # epochs
 SCORES = 2**21  # of a minibatch, at most: rows times classes
 INPUTS = 64  # of a network, at most: more columns are projected, or
@@ -98,6 +101,12 @@ class Rows(NamedTuple):
         if weight is None:
             weight = torch.ones(len(self.x)).to(self.x)
         return weight / weight.sum()
+
+    def along(self, directions: Tensor | None) -> Rows:
+        """The rows seen in these directions `(inputs, fewer)`; None for all inputs."""
+        if directions is None:
+            return self
+        return self._replace(x=self.x @ directions)
 
     def take(self, index: Any) -> Rows:
         index = torch.as_tensor(index, device=self.x.device)
@@ -227,24 +236,39 @@ class _Estimator(
             y = y[present]
             weight = _unless_equal(weight[present])
         if reset:
-            self._learn_columns(frame, weight)
-            known = y if classes is None else classes
-            self._outputs = own._learn_target(known, weight)
-            self._seed = _seed(self.random_state)
-            self.n_iter_ = 0
+            categorical = _names(self.categorical, frame)
+            encoder = self.encoder_ = Encoder.fit(
+                frame,
+                categorical=categorical,
+                missing=self.missing,
+                weight=weight,
+            )
+            self._say(*encoder.notes)
+            self._begin(y if classes is None else classes, weight)
+        return self._rows(self._inputs(frame), y, weight)
+
+    def _begin(self, y: np.ndarray, weight: Any = None) -> None:
+        """Learn the classes or the scale of the targets, and forget everything else."""
+        own: Any = self
+        self._outputs = own._learn_target(y, weight)
+        self._seed = _seed(self.random_state)
+        self.n_iter_ = 0
+
+    def _rows(self, x: Tensor, y: np.ndarray, weight: Any = None) -> Rows:
+        """Rows to learn from, of inputs and targets; of few rows equal ones are merged."""
+        own: Any = self
         t, factor = own._encode_target(y)
         if factor is not None:
             weight = factor if weight is None else weight * factor
-        x = self._inputs(frame)
-        t = torch.as_tensor(t, device=self.device)
-        return _merged(Rows(x, t, None), weight)
-
-    def _learn_columns(self, frame: pd.DataFrame, weight: Any) -> None:
-        categorical = _names(self.categorical, frame)
-        self.encoder_ = Encoder.fit(
-            frame, categorical=categorical, missing=self.missing, weight=weight
-        )
-        self._say(*self.encoder_.notes)
+        rows = Rows(x, torch.as_tensor(t, device=self.device), None)
+        if len(x) <= MERGED:
+            number, first = _row_numbers(rows.x, rows.t)
+            rows = rows.take(first)
+            weight = np.bincount(number, weight)
+        if weight is None or np.ptp(weight) == 0:
+            return rows
+        mean_one = torch.as_tensor(weight / weight.mean())
+        return rows._replace(weight=mean_one.to(x))
 
     # The choice
 
@@ -255,7 +279,12 @@ class _Estimator(
         if self.weight_decay is not None and not wide:
             return Choice(decay=self.weight_decay)
         if size > SEARCHED:
-            rows, _ = self._hold_out(rows, 1 - SEARCHED / size)
+            labels = rows.t.numpy(force=True)
+            unseen = 1 - SEARCHED / size
+            seen, _ = hold_out(
+                labels, unseen, self._seed, classes=not self.regression
+            )
+            rows = rows.take(seen)
         count = 1 + sum(size < limit for limit in FEW)
         try:
             folds = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
@@ -283,13 +312,13 @@ class _Estimator(
         losses = np.zeros(len(SCALES))
         choice = choice._replace(scale=1.0)
         for train, held in folds:
-            D, linear = self._view(train, choice)
-            train = train._replace(x=train.x @ D)
-            model = linear
+            D, model = self._view(train, choice)
+            train = train.along(D)
+            held = held.along(D)
             if choice.decay is not None:
-                model = self._new_model(D.shape[1])
+                model = self._new_model(train.x.shape[1])
                 self._train(model, train, choice, TRIED)
-            scores = model(held.x @ D).detach()
+            scores = model(held.x).detach()
             constant = self._constant(train)
             for k, scale in enumerate(SCALES):
                 shrunk = constant.lerp(scores, scale)
@@ -322,9 +351,10 @@ class _Estimator(
     def _model_for(self, rows: Rows, choice: Choice) -> Rows:
         """Make a new model, a linear one at once; the rows as it takes them."""
         D, linear = self._view(rows, choice)
-        if len(D) > INPUTS:
+        if D is not None:
             self.encoder_.directions = D.T.tolist()
-        model = self.model_ = self._new_model(D.shape[1])
+        rows = rows.along(D)
+        model = self.model_ = self._new_model(rows.x.shape[1])
         if choice.decay is None:
             # So small that it can still learn more.
             for parameter in model.net.parameters():
@@ -334,41 +364,39 @@ class _Estimator(
             head.weight.data.zero_()
             head.weight.data[:, augment.positions] = linear.weight
             head.bias.data.copy_(linear.bias)
-        return rows._replace(x=rows.x @ D)
+        return rows
 
-    def _view(
-        self, rows: Rows, choice: Choice
-    ) -> tuple[Tensor, torch.nn.Linear]:
+    def _view(self, rows: Rows, choice: Choice) -> tuple[Tensor | None, Any]:
         """The directions `(inputs, fewer)` in which a table is seen, and a linear model of these.
 
-        Of few columns these are all. Of many they are those that tell most about the target, or
-        the scores of the linear model of all and, for a network, principal components.
+        None stands for all inputs, if they are few. Of many the directions are the inputs that tell
+        most about the target, or the scores of the linear model of all and, for a network,
+        principal components. A network needs no linear model.
         """
         x = rows.x
         penalty = choice.penalty
-        inputs = x.shape[1]
-        D = torch.eye(inputs).to(x)
+        is_linear = choice.decay is None
+        D = None
         if choice.columns:
             values = self._values(rows)
             share = rows.share
             moved = (values - share @ values) * share[:, None]
             told = (x.T @ moved).norm(dim=1)
-            D = D[:, told.topk(choice.columns).indices]
-        elif inputs > INPUTS:
+            best = told.topk(choice.columns).indices
+            D = torch.eye(len(told)).to(x)[:, best]
+        elif x.shape[1] > INPUTS and self._outputs > INPUTS:
+            D = self._components(x, INPUTS)
+        elif x.shape[1] > INPUTS:
             linear = _linear(rows, penalty)
-            W = linear.weight
-            if len(W) > INPUTS:
-                D = self._components(x, INPUTS)
-            else:
-                spread = linear(x).std(0).clamp_min(1e-6)
-                D = W.T / spread
-                if choice.decay is not None:
-                    more = self._components(x, INPUTS - len(W) // 2)
-                    D = torch.cat([D, more], 1)
-                diagonal = torch.eye(len(W), D.shape[1]).to(x)
-                linear.weight.data = diagonal * spread[:, None]
+            spread = linear(x).std(0).clamp_min(1e-6)
+            D = linear.weight.T / spread
+            if is_linear:
+                linear.weight.data = spread.diag()
                 return D, linear
-        return D, _linear(rows._replace(x=x @ D), penalty)
+            more = self._components(x, INPUTS - self._outputs // 2)
+            D = torch.cat([D, more], 1)
+        linear = _linear(rows.along(D), penalty) if is_linear else None
+        return D, linear
 
     def _components(self, x: Tensor, count: int) -> Tensor:
         """Principal components, the smaller ones enlarged by half."""
@@ -823,21 +851,6 @@ def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
     layer.weight.copy_(torch.as_tensor(W))
     layer.bias.copy_(torch.as_tensor(bias))
     return layer.to(rows.x)
-
-
-def _merged(rows: Rows, weight: np.ndarray | None) -> Rows:
-    """All different rows, in an order of their own; weights have the mean 1.
-
-    A row that is repeated is one row with the sum of the weights.
-    """
-    number, first = _row_numbers(rows.x, rows.t)
-    rows = rows.take(first)
-    total = _unless_equal(np.bincount(number, weight))
-    if total is None:
-        return rows
-    total = total / total.mean()
-    mean_one = torch.as_tensor(total)
-    return rows._replace(weight=mean_one.to(rows.x))
 
 
 def _unless_equal(weight: np.ndarray) -> np.ndarray | None:

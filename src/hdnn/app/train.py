@@ -209,7 +209,7 @@ class Data:
         place: what a certificate calls them.
         samples: the most points to certify at.
         common: the most frequent label of the training rows, or their mean.
-        source: points of the plane, rows of a file to train on, or images.
+        source: points of the plane, or images.
         facts: the task and the numbers of rows, for the metrics.
     """
 
@@ -260,7 +260,7 @@ class Data:
 
 
 def rows_to_learn(
-    rows: Sequence[Tensor], encoder: Any, target: Any, source: Any
+    rows: Sequence[Tensor], encoder: Any, target: Any, source: Any = None
 ) -> Data:
     """Data of encoded rows: x and t to train on, x and t to test with."""
     x, t, x_test, t_test = rows
@@ -309,18 +309,20 @@ def load_table(config: Any) -> Data:
     train, test = tables.hold_out(
         labels, share, config.seed, classes=bool(target.classes)
     )
-    encoder = tables.Encoder.fit(
-        inputs.iloc[train], categorical=config.categorical
-    )
+    seen = inputs.iloc[train]
+    encoder = tables.Encoder.fit(seen, categorical=config.categorical)
     if not target.classes:  # its units are those of the training rows
         target = tables.Target.fit(
             frame.iloc[train], config.target, "regression"
         )
         labels = target.encode(frame)[:, None]
-    x = torch.from_numpy(encoder.transform(inputs, "float32"))
     t = torch.from_numpy(labels)
-    rows = (x[train], t[train], x[test], t[test])
-    return rows_to_learn(rows, encoder, target, inputs.iloc[train])
+    x, x_test = (
+        torch.from_numpy(encoder.transform(part, "float32"))
+        for part in (seen, inputs.iloc[test])
+    )
+    rows = (x, t[train], x_test, t[test])
+    return rows_to_learn(rows, encoder, target)
 
 
 def load_points(name: str, seed: int) -> Data:
@@ -419,8 +421,12 @@ class TableJob(Job):
         self.facts = {}
         self.data = load_table(config)
         self.estimator = estimator(config, self.data.target.classes)
-        labels = self.data.truth(self.data.parts["train"][1])
-        rows = self.estimator._read(self.data.source, labels, None)
+        self.estimator.encoder_ = self.data.encoder
+        x, t = self.data.parts["train"]
+        labels = self.data.truth(t)
+        self.estimator._begin(labels)
+        inputs = x.to(self.estimator.device)
+        rows = self.estimator._rows(inputs, labels)
         choice = self.estimator._choose(rows)
         self.rows = self.estimator._model_for(rows, choice)
         self.choice = choice
