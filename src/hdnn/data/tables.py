@@ -107,8 +107,12 @@ def _read_csv(path: Path) -> pd.DataFrame:
     lines = text.splitlines()
     lines = [line for line in lines if line.strip()][:100]
     if not lines:
-        raise DataError(f"{path} is empty.")
+        raise DataError("it is empty.")
     separator = _delimiter(lines)
+    names = next(csv.reader(lines, delimiter=separator))
+    twice = {name for name in names if name and names.count(name) > 1}
+    if twice:
+        raise DataError(f"it names two columns {min(twice)!r}; rename one.")
     options: dict[str, Any] = {
         "sep": separator,
         "encoding": encoding,
@@ -128,11 +132,11 @@ def _read_csv(path: Path) -> pd.DataFrame:
             frame = pd.read_csv(path, dtype=types, **options)
         except (ValueError, pd.errors.DtypeWarning):  # text further down
             frame = pd.read_csv(path, low_memory=False, **options)
-    if all(re.fullmatch(r"-?[\d.]+", str(name)) for name in frame.columns):
+    if all(re.fullmatch(r"-?[\d.]+", name) for name in names):
         raise DataError(
-            f"{path} has numbers in its first line; it must name the columns."
+            "it has numbers in its first line, which must name the columns."
         )
-    return frame
+    return frame.rename(columns=str.strip)
 
 
 def _encoding(raw: bytes) -> str:
