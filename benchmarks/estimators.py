@@ -3,9 +3,9 @@
     python benchmarks/estimators.py [--group hard report] [--folds 10] [--out FOLDER]
 
 `hard` are tables that need a network; `search` and `report` are those of `table_sets`. Folds are of
-5 x 2 cross-validation. Each rival's settings are judged by a fifth of the rows to learn from; then it
-learns from all of them with the best. Rivals that are not installed are left out. A
-run that was stopped goes on where it was: each result is a line of FOLDER/estimators.jsonl.
+5 x 2 cross-validation. Each rival's settings are judged by a fifth of the rows to learn from; then
+it learns from all of them with the best. Rivals that are not named by --models are left out. A run
+that was stopped goes on where it was: each result is a line of FOLDER/estimators.jsonl.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ WIDE = 32  # features
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
 GAIN = 1.5  # of the initial weights: smaller ones wait long at the identity
-FAINT = 1e-3  # of the initial weights, for a linear model
+FAINT = 1e-3  # of those of a linear model, which can still learn more
 CHUNK = 2**16  # rows that run through the network at once
 CERTIFIED = 100  # training rows that a certificate looks at
 CURVED = ("mlp", "ms1", "ms2")  # not linear, however small their weights are
@@ -135,12 +135,10 @@ class Choice(NamedTuple):
 
     @property
     def name(self) -> str:
-        name = f"linear model, penalty {self.penalty:g}"
+        model = f"linear model, penalty {self.penalty:g}"
         if self.decay is not None:
-            name = f"network, weight decay {self.decay:g}"
-        if self.columns:
-            name += f", of {self.columns} inputs"
-        return name
+            model = f"network, weight decay {self.decay:g}"
+        return f"{self.columns or 'all'} inputs, {model}"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -234,7 +232,9 @@ class _Estimator(
             present = np.flatnonzero(weight)
             frame = frame.iloc[present]
             y = y[present]
-            weight = _unless_equal(weight[present])
+            weight = weight[present]
+            if np.ptp(weight) == 0:
+                weight = None
         if reset:
             categorical = _names(self.categorical, frame)
             encoder = self.encoder_ = Encoder.fit(
@@ -319,7 +319,7 @@ class _Estimator(
                 model = self._new_model(train.x.shape[1])
                 self._train(model, train, choice, TRIED)
             scores = model(held.x).detach()
-            constant = self._constant(train)
+            constant = _constant(train)
             for k, scale in enumerate(SCALES):
                 shrunk = constant.lerp(scores, scale)
                 losses[k] += _loss(shrunk, held) / len(folds)
@@ -331,21 +331,6 @@ class _Estimator(
         )
         return choice._replace(loss=loss, scale=scale)
 
-    def _constant(self, rows: Rows) -> Tensor:
-        """The scores with the lowest loss that are the same for all rows."""
-        mean = rows.share @ self._values(rows)
-        if self.regression:
-            return mean
-        return mean.logit(1e-9) if len(mean) == 1 else mean.log()
-
-    def _values(self, rows: Rows) -> Tensor:
-        """Targets as numbers `(rows, outputs)`."""
-        if self.regression:
-            return rows.t
-        if self._outputs == 1:
-            return rows.t[:, None].to(rows.x)
-        return F.one_hot(rows.t, self._outputs).to(rows.x)
-
     # The model
 
     def _model_for(self, rows: Rows, choice: Choice) -> Rows:
@@ -354,11 +339,9 @@ class _Estimator(
         if D is not None:
             self.encoder_.directions = D.T.tolist()
         rows = rows.along(D)
-        model = self.model_ = self._new_model(rows.x.shape[1])
+        gain = FAINT if choice.decay is None else GAIN
+        model = self.model_ = self._new_model(rows.x.shape[1], gain)
         if choice.decay is None:
-            # So small that it can still learn more.
-            for parameter in model.net.parameters():
-                parameter.data *= FAINT
             head: Any = model.head
             augment: Any = model.augment
             head.weight.data.zero_()
@@ -378,10 +361,7 @@ class _Estimator(
         is_linear = choice.decay is None
         D = None
         if choice.columns:
-            values = self._values(rows)
-            share = rows.share
-            moved = (values - share @ values) * share[:, None]
-            told = (x.T @ moved).norm(dim=1)
+            told = _linear(rows, PENALTIES[0]).weight.norm(dim=0)
             best = told.topk(choice.columns).indices
             D = torch.eye(len(told)).to(x)[:, best]
         elif x.shape[1] > INPUTS and self._outputs > INPUTS:
@@ -410,7 +390,7 @@ class _Estimator(
         components = pca.components_[present] / sizes[present, None]
         return torch.as_tensor(components.T).to(x)
 
-    def _new_model(self, inputs: int) -> Model:
+    def _new_model(self, inputs: int, gain: float = GAIN) -> Model:
         options: dict[str, Any] = {
             "generator": torch.Generator().manual_seed(self._seed),
             "dtype": torch.float32,
@@ -426,7 +406,7 @@ class _Estimator(
         if self.network != "mlp":
             for name, parameter in net.named_parameters():
                 if name.startswith("K"):
-                    parameter.data *= GAIN
+                    parameter.data *= gain
         if self.regression:
             head = RegressionHead(features, self._outputs, **options)
         elif self._outputs == 1:
@@ -457,7 +437,7 @@ class _Estimator(
         if choice.scale < 1:
             head.weight.data *= choice.scale
             bias = head.bias.data
-            constant = self._constant(rows).to(bias)
+            constant = _constant(rows).to(bias)
             head.bias.data = constant.lerp(bias, choice.scale)
         return history
 
@@ -570,14 +550,17 @@ class _Estimator(
         if isinstance(X, pd.DataFrame):
             validate_data(self, X, reset=reset, skip_check_array=True)  # pyright: ignore[reportArgumentType]
         else:
-            options: dict[str, Any] = {"dtype": object}
-            options["ensure_all_finite"] = False
-            is_sparse = hasattr(X, "toarray")
-            if is_sparse or np.asarray(X).dtype.kind in "biufc":
-                options["dtype"] = np.float64
-                options["ensure_all_finite"] = "allow-nan"
-            options["ensure_min_samples"] = 1 + reset
-            X = validate_data(self, X, reset=reset, **options)
+            numeric = (
+                hasattr(X, "toarray") or np.asarray(X).dtype.kind in "biufc"
+            )
+            X = validate_data(
+                self,
+                X,
+                reset=reset,
+                dtype=np.float64 if numeric else object,
+                ensure_all_finite="allow-nan",
+                ensure_min_samples=1 + reset,
+            )
             X = pd.DataFrame(X).infer_objects()
         names = [str(name) for name in X.columns]
         frame = X.set_axis(names, axis=1)
@@ -699,10 +682,7 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
 
     def _check_target(self, y: Any) -> np.ndarray:
         y = column_or_1d(y, warn=True)
-        is_wrong = pd.isna(y)
-        if y.dtype.kind in "fc":
-            is_wrong = ~np.isfinite(y)
-        if is_wrong.any():
+        if pd.isna(y).any() or np.isin(y, (np.inf, -np.inf)).any():
             raise DataError(
                 "y has missing or infinite values (NaN, inf); remove these rows or fill them in."
             )
@@ -732,12 +712,12 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
     def _encode_target(
         self, y: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        unknown = np.setdiff1d(y, self.classes_)
-        if len(unknown):
+        labels = pd.Index(self.classes_).get_indexer(y)
+        if labels.min() < 0:
+            unknown = y[labels.argmin()]
             raise DataError(
-                f"y has the labels {unknown}, which are not among the classes."
+                f"y has the label {unknown!r}, which is not among the classes."
             )
-        labels = np.searchsorted(self.classes_, y)
         names = self.classes_.tolist()
         return labels, class_weights(self.class_weight, labels, names)
 
@@ -806,21 +786,22 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
         return t.astype(np.float32), None
 
 
-def _losses(scores: Tensor, t: Tensor) -> Tensor:
-    """The loss of each row: targets are values, or labels of classes."""
-    if t.is_floating_point():
-        return (scores - t).square().mean(1)
-    if scores.shape[1] > 1:
-        return F.cross_entropy(scores, t, reduction="none")
-    return F.binary_cross_entropy_with_logits(
-        scores[:, 0], t.to(scores), reduction="none"
-    )
-
-
 def _loss(scores: Tensor, rows: Rows) -> float:
-    """The mean loss of rows by their weights."""
-    losses = _losses(scores, rows.t)
-    return float((losses * rows.share).sum())
+    """The mean loss of rows by their weights: targets are values, or labels of classes."""
+    t = rows.t
+    if t.is_floating_point():
+        losses = (scores - t).square().mean(1)
+    elif scores.shape[1] > 1:
+        losses = F.cross_entropy(scores, t, reduction="none")
+    else:
+        losses = F.softplus(scores[:, 0] * (1 - 2 * t))
+    return float(losses @ rows.share)
+
+
+def _constant(rows: Rows) -> Tensor:
+    """The scores with the lowest loss that are the same for all rows."""
+    nothing = torch.zeros(len(rows.x), 1).to(rows.x)
+    return _linear(rows._replace(x=nothing), 1.0).bias
 
 
 def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
@@ -853,10 +834,6 @@ def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
     return layer.to(rows.x)
 
 
-def _unless_equal(weight: np.ndarray) -> np.ndarray | None:
-    return weight if np.ptp(weight) > 0 else None
-
-
 def _row_numbers(*columns: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The number of each row, where equal rows share one, and the first row of each number.
 
@@ -876,8 +853,7 @@ def _seed(random_state: Any) -> int:
     random = check_random_state(random_state)
     if isinstance(random_state, Integral):
         return int(random_state)
-    largest = np.iinfo(np.int32).max
-    return int(random.randint(largest))
+    return int(random.randint(2**31 - 1))
 
 
 def _names(categorical: Any, frame: pd.DataFrame) -> Sequence[str]:

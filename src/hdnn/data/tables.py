@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, Self
 
 import numpy as np
@@ -25,6 +24,7 @@ from hdnn.errors import DataError, OptionError, TableWarning, choose, require
 require("pandas", extra="sklearn")
 
 import pandas as pd  # noqa: E402
+from scipy.special import ndtri  # noqa: E402
 
 __all__ = ["Encoder", "Target", "class_weights", "hold_out", "read"]
 
@@ -84,9 +84,7 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
         )
     try:
         frame = READERS[suffix](path)
-    except ImportError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise DataError(
             f"{path} cannot be read as a table: {reason[:200]}"
@@ -119,7 +117,13 @@ def _read_csv(path: Path) -> pd.DataFrame:
         "skipinitialspace": True,
         "na_values": list(MISSING),
     }
-    if separator != "," and _has(",", lines) and not _has(".", lines):
+    has_comma, has_point = (
+        re.search(
+            rf"""^(.*[;|\t])?["\s]*-?\d+{mark}\d+["\s]*($|[;|\t])""", text, re.M
+        )
+        for mark in (",", r"\.")
+    )
+    if separator != "," and has_comma and not has_point:
         options["decimal"] = ","
     types = {}
     if path.stat().st_size > LARGE:
@@ -147,12 +151,6 @@ def _encoding(raw: bytes) -> str:
     except UnicodeDecodeError:
         return "latin-1"
     return "utf-8-sig"
-
-
-def _has(mark: str, lines: Sequence[str]) -> bool:
-    """True if some cell is a number with this decimal sign."""
-    cell = re.compile(rf"""(^|[;|\t])["\s]*-?\d+[{mark}]\d+["\s]*([;|\t]|$)""")
-    return any(cell.search(line) for line in lines[1:])
 
 
 def _delimiter(lines: Sequence[str]) -> str:
@@ -229,8 +227,8 @@ class Encoder:
         encoder = cls()
         for name in frame.columns:
             series: Series = frame[name]
-            if missing == "refuse" and series.isna().any():
-                gaps = series.isna().to_numpy()
+            gaps = series.isna().to_numpy()
+            if missing == "refuse" and gaps.any():
                 row = int(gaps.argmax()) + 1
                 raise DataError(
                     f"column {name!r}, row {row}: the value is missing."
@@ -289,9 +287,9 @@ class Encoder:
         else:
             place = np.append(place, len(values))  # of missing cells
             counts = np.bincount(place[codes], weight, len(values) + 1)
-            shares = counts[:-1] / counts.sum()
+            shares = counts / counts.sum()
+            *column["shares"], column["share"] = shares.tolist()
             column["values"] = values.tolist()
-            column["shares"] = shares.tolist()
             self.columns.append(column)
 
     def _learn_numbers(
@@ -334,8 +332,9 @@ class Encoder:
         if self.directions is not None:
             count = len(self.directions)
             return [f"direction {number + 1}" for number in range(count)]
-        names = map(_input_names, self.columns)
-        return list(itertools.chain.from_iterable(names))
+        return [
+            name for column in self.columns for name in _input_names(column)
+        ]
 
     @property
     def sources(self) -> list[str]:
@@ -363,6 +362,10 @@ class Encoder:
             encode = _encode_categories if is_category else _encode_numbers
             for values in encode(column, series):
                 inputs[position] = values
+                position += 1
+            if column["gaps"]:
+                gaps = series.isna().to_numpy()
+                inputs[position] = (gaps - column["share"]) / HALF
                 position += 1
         if self.directions is not None:
             inputs = np.array(self.directions, dtype) @ inputs
@@ -503,8 +506,7 @@ def _counts(numbers: np.ndarray) -> bool:
 def _ranks(numbers: np.ndarray) -> list[list[float]]:
     """Quantiles of a column, and the normal score of each."""
     shares = (np.arange(RANKS) + 0.5) / RANKS
-    normal = NormalDist()
-    scores = np.array([normal.inv_cdf(share) for share in shares])
+    scores = ndtri(shares)
     steps = np.linspace(0, 1, RANKS)
     quantiles = np.quantile(numbers, steps)
     values, position = np.unique(quantiles, return_inverse=True)
@@ -536,8 +538,6 @@ def _encode_numbers(
         yield np.interp(filled, *column["ranks"])
     else:
         yield (filled - column["center"]) / column["scale"]
-    if column["gaps"]:
-        yield (gaps - column["share"]) / HALF
 
 
 def _encode_categories(
@@ -555,9 +555,6 @@ def _encode_categories(
         )
     for code, share in enumerate(column["shares"]):
         yield ((codes == code) - share) / HALF
-    if column["gaps"]:
-        share = max(0.0, 1 - sum(column["shares"]))
-        yield (gaps - share) / HALF
 
 
 def _codes(values: Sequence[str], series: Series) -> np.ndarray:
@@ -718,21 +715,19 @@ def class_weights(
     """The weight of each row: "balanced", or a number for each class (1 where none is named)."""
     if weight is None:
         return None
-    if isinstance(weight, str):
+    if isinstance(weight, Mapping):
+        unknown = set(weight).difference(classes)
+        if unknown:
+            shown = ", ".join(map(repr, classes[:8]))
+            raise OptionError(
+                f"class_weight names {min(unknown)!r}, but the classes are {shown}."
+            )
+        factors = np.array([weight.get(name, 1.0) for name in classes])
+    else:
         choose("class_weight", weight, ("balanced",))
         counts = np.bincount(labels, minlength=len(classes))
-        present = np.maximum(counts, 1)
-        factors = len(labels) / (len(classes) * present)
-    else:
-        for name in weight:
-            if name not in classes:
-                shown = ", ".join(map(repr, classes[:8]))
-                raise OptionError(
-                    f"class_weight names {name!r}, but the classes are {shown}."
-                )
-        factors = np.array([weight.get(name, 1.0) for name in classes])
-    finite = np.isfinite(factors).all()
-    if not finite or factors.min() < 0 or not factors.any():
+        factors = len(labels) / (len(classes) * np.maximum(counts, 1))
+    if not 0 <= factors.min() <= factors.sum() < np.inf or not factors.any():
         raise OptionError(
             f"class_weight must be finite, >= 0 and not all 0, but got {weight!r}."
         )
