@@ -77,6 +77,7 @@ INPUTS = 64  # of a network, at most: more columns are projected, or
 BEST = (64, 16)  # so many looked at, those that tell most by themselves
 STEPS = 1200  # of the optimiser; fewer for few rows and wide networks
 TRIED = 0.5  # of the steps, in a training that only judges a weight decay
+SURE = 0.95  # the scale of scores from which longer training cannot harm
 WIDE = 32  # features
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
@@ -423,7 +424,12 @@ class _Estimator(
         share: float = 1.0,
         **options: Any,
     ) -> training.History:
-        """Train a model by a choice of the held-out rows, in a share of the steps."""
+        """Train a model by a choice of the held-out rows, in a share of the steps.
+
+        Where its scores had to be shrunk, it is trained no longer than it was judged.
+        """
+        if choice.scale < SURE:
+            share = TRIED
         head = model.head
         x = rows.x.to(head.weight.dtype)
         if choice.decay is None:
