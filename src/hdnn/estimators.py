@@ -261,7 +261,8 @@ class _Estimator(
         t, factor = own._encode_target(y)
         if factor is not None:
             weight = factor if weight is None else weight * factor
-        rows = Rows(x, torch.as_tensor(t, device=self.device), None)
+        t = torch.as_tensor(t, device=self.device)
+        rows = Rows(x.to(self.device), t, None)
         if len(x) <= MERGED:
             number, first = _row_numbers(rows.x, rows.t)
             rows = rows.take(first)
@@ -269,7 +270,7 @@ class _Estimator(
         if weight is None or np.ptp(weight) == 0:
             return rows
         mean_one = torch.as_tensor(weight / weight.mean())
-        return rows._replace(weight=mean_one.to(x))
+        return rows._replace(weight=mean_one.to(rows.x))
 
     # The choice
 
@@ -382,8 +383,8 @@ class _Estimator(
     def _components(self, x: Tensor, count: int) -> Tensor:
         """Principal components, the smaller ones enlarged by half."""
         rows = len(x)
-        enough = max(8, rows // 4)
-        pca: Any = PCA(min(count, enough, rows), random_state=self._seed)
+        count = min(count, max(8, rows // 4), rows)
+        pca: Any = PCA(count, random_state=self._seed)
         pca.fit(x.numpy(force=True))
         values = pca.singular_values_
         sizes = np.sqrt(values * values.mean() / rows)
@@ -568,8 +569,7 @@ class _Estimator(
                 ensure_min_samples=1 + reset,
             )
             X = pd.DataFrame(X).infer_objects()
-        names = [str(name) for name in X.columns]
-        frame = X.set_axis(names, axis=1)
+        frame = X.rename(columns=str)
         if not frame.columns.is_unique:
             raise DataError("X has two columns of the same name; rename them.")
         return frame
@@ -813,22 +813,19 @@ def _constant(rows: Rows) -> Tensor:
 def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
     """The linear model with the lowest loss, as a layer."""
     x = rows.x.double().numpy(force=True)
-    weight = rows.weight
-    if weight is not None:
-        weight = weight.double().numpy(force=True)
-    total = penalty * len(x)
+    share = rows.share.double().numpy(force=True)
     basis = None
     if x.shape[1] > len(x):  # the same problem in as many unknowns as rows
         basis, R = np.linalg.qr(x.T)
         x = R.T
     t = rows.t.numpy(force=True)
-    model: Any = LogisticRegression(C=1 / total, max_iter=200)
+    model: Any = LogisticRegression(C=1 / penalty, max_iter=200)
     if rows.t.is_floating_point():
-        model = Ridge(total)
+        model = Ridge(penalty)
     with warnings.catch_warnings():
         # Of steps that were not enough.
         warnings.simplefilter("ignore")
-        model.fit(x, t, weight)
+        model.fit(x, t, share)
     W = np.atleast_2d(model.coef_)
     if basis is not None:
         W = W @ basis.T
@@ -866,13 +863,13 @@ def _names(categorical: Any, frame: pd.DataFrame) -> Sequence[str]:
     """Names of columns that were given by name, by position or by a mask."""
     if categorical is None:
         return ()
-    names = np.array(frame.columns, object)
+    names = frame.columns
     try:
         chosen = np.asarray(categorical)
         if chosen.dtype.kind in "biu":
             return names[chosen].tolist()
         return list(map(str, chosen.tolist()))
-    except (IndexError, TypeError) as error:
+    except IndexError as error:
         raise OptionError(
             f"categorical must be names, positions or a mask of {len(names)} columns, but got "
             f"{categorical!r}."

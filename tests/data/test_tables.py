@@ -391,4 +391,4 @@ def test_a_million_rows_take_little_more_than_pandas_itself(tmp_path):
             Encoder.fit(table).transform(table)
         ratios.append((time.process_time() - start) / plain)
     # Of turns, so that other programs slow both
-    assert np.median(ratios) < 3
+    assert np.median(ratios) < 2.5

@@ -425,8 +425,7 @@ class TableJob(Job):
         x, t = self.data.parts["train"]
         labels = self.data.truth(t)
         self.estimator._begin(labels)
-        inputs = x.to(self.estimator.device)
-        rows = self.estimator._rows(inputs, labels)
+        rows = self.estimator._rows(x, labels)
         choice = self.estimator._choose(rows)
         self.rows = self.estimator._model_for(rows, choice)
         self.choice = choice

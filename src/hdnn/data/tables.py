@@ -102,8 +102,7 @@ def _read_csv(path: Path) -> pd.DataFrame:
     end = raw.rfind(b"\n") + 1
     encoding = _encoding(raw[: end or None])
     text = raw.decode(encoding, "ignore")
-    lines = text.splitlines()
-    lines = [line for line in lines if line.strip()][:100]
+    lines = [line for line in text.splitlines() if line.strip()][:100]
     if not lines:
         raise DataError("it is empty.")
     separator = _delimiter(lines)
@@ -693,18 +692,13 @@ def hold_out(
     """Row numbers to train on and to hold out; of each class alike, one row at least stays."""
     random = np.random.default_rng(seed)
     labels = t if classes else np.zeros(len(t))
-    train = []
-    held = []
+    is_held = np.zeros(len(t), bool)
     for label in np.unique(labels):
         group = np.flatnonzero(labels == label)
-        shuffled = random.permutation(group)
         size = len(group)
         count = min(round(fraction * size), size - 1)
-        held.append(shuffled[:count])
-        train.append(shuffled[count:])
-    rows = np.concatenate(train)
-    apart = np.concatenate(held)
-    return np.sort(rows), np.sort(apart)
+        is_held[random.permutation(group)[:count]] = True
+    return np.flatnonzero(~is_held), np.flatnonzero(is_held)
 
 
 def class_weights(
