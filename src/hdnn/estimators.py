@@ -75,9 +75,9 @@ LEAST = 3  # epochs
 SCORES = 2**21  # of a minibatch, at most: rows times classes
 INPUTS = 64  # of a network, at most: more columns are projected, or
 BEST = (64, 16)  # so many looked at, those that tell most by themselves
-STEPS = 1200  # of the optimiser; fewer for few rows and wide networks
+STEPS = 1600  # of the optimiser; fewer for few rows and wide networks
 TRIED = 0.5  # of the steps, in a training that only judges a weight decay
-SURE = 0.95  # the scale of scores from which longer training cannot harm
+SURE = 0.7  # the scale of scores from which longer training does no harm
 WIDE = 32  # features
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
@@ -610,7 +610,7 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
             at most 24 more than the inputs.
         activation: one of `hdnn.activations`.
         T: the time that the layers span together. Not for "mlp".
-        epochs: passes over the data, of a network in any case; by default as many as make 1,200
+        epochs: passes over the data, of a network in any case; by default as many as make 1,600
             steps, fewer for few rows and wide networks, and a linear model may be chosen instead.
         batch: samples for each step; by default an eighth of them, 64 to 512.
         learning_rate: the largest rate; it rises for a fifth of the steps, then falls to zero.
