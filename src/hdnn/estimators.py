@@ -289,9 +289,10 @@ class _Estimator(
             rows = rows.take(seen)
         count = 1 + sum(size < limit for limit in FEW)
         try:
-            folds = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
+            halves = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
         except DataError:  # too few rows
             return Choice(decay=self.weight_decay or DECAYS[0])
+        folds = [(train, held, _constant(train)) for train, held in halves]
         best = min(
             self._judged(folds, Choice(columns=columns, penalty=penalty))
             for columns in (0, *BEST)[: 3 if wide else 1]
@@ -313,7 +314,7 @@ class _Estimator(
         """A choice with its held-out loss, at the scale where it is lowest."""
         losses = np.zeros(len(SCALES))
         choice = choice._replace(scale=1.0)
-        for train, held in folds:
+        for train, held, constant in folds:
             D, model = self._view(train, choice)
             train = train.along(D)
             held = held.along(D)
@@ -321,7 +322,6 @@ class _Estimator(
                 model = self._new_model(train.x.shape[1])
                 self._train(model, train, choice, TRIED)
             scores = model(held.x).detach()
-            constant = _constant(train)
             for k, scale in enumerate(SCALES):
                 shrunk = constant.lerp(scores, scale)
                 losses[k] += _loss(shrunk, held) / len(folds)
