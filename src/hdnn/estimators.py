@@ -276,23 +276,12 @@ class _Estimator(
 
     def _choose(self, rows: Rows) -> Choice:
         """The model with the lowest loss of held-out rows."""
-        size, inputs = rows.x.shape
-        wide = inputs > INPUTS
+        wide = rows.x.shape[1] > INPUTS
         if self.weight_decay is not None and not wide:
             return Choice(decay=self.weight_decay)
-        if size > SEARCHED:
-            labels = rows.t.numpy(force=True)
-            unseen = 1 - SEARCHED / size
-            seen, _ = hold_out(
-                labels, unseen, self._seed, classes=not self.regression
-            )
-            rows = rows.take(seen)
-        count = 1 + sum(size < limit for limit in FEW)
-        try:
-            halves = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
-        except DataError:  # too few rows
+        folds = self._folds(rows)
+        if not folds:
             return Choice(decay=self.weight_decay or DECAYS[0])
-        folds = [(train, held, _constant(train)) for train, held in halves]
         best = min(
             self._judged(folds, Choice(columns=columns, penalty=penalty))
             for columns in (0, *BEST)[: 3 if wide else 1]
@@ -309,6 +298,23 @@ class _Estimator(
             if choice.loss < WORTH * best.loss:
                 best = choice
         return best
+
+    def _folds(self, rows: Rows) -> list[tuple[Rows, Rows, Tensor]]:
+        """Rows to train on, rows to hold out and a constant's scores; none of too few rows."""
+        size = len(rows.x)
+        if size > SEARCHED:
+            labels = rows.t.numpy(force=True)
+            unseen = 1 - SEARCHED / size
+            seen, _ = hold_out(
+                labels, unseen, self._seed, classes=not self.regression
+            )
+            rows = rows.take(seen)
+        count = 1 + sum(size < limit for limit in FEW)
+        try:
+            halves = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
+        except DataError:
+            return []
+        return [(train, held, _constant(train)) for train, held in halves]
 
     def _judged(self, folds: Sequence[Any], choice: Choice) -> Choice:
         """A choice with its held-out loss, at the scale where it is lowest."""

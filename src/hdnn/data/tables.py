@@ -106,7 +106,12 @@ def _read_csv(path: Path) -> pd.DataFrame:
     if not lines:
         raise DataError("it is empty.")
     separator = _delimiter(lines)
-    names = next(csv.reader(lines, delimiter=separator))
+    first = next(csv.reader(lines, delimiter=separator))
+    names = [name.strip() for name in first]
+    if all(re.fullmatch(r"-?[\d.]+", name) for name in names):
+        raise DataError(
+            "it has numbers in its first line, which must name the columns."
+        )
     twice = {name for name in names if name and names.count(name) > 1}
     if twice:
         raise DataError(f"it names two columns {min(twice)!r}; rename one.")
@@ -135,10 +140,6 @@ def _read_csv(path: Path) -> pd.DataFrame:
             frame = pd.read_csv(path, dtype=types, **options)
         except (ValueError, pd.errors.DtypeWarning):  # text further down
             frame = pd.read_csv(path, low_memory=False, **options)
-    if all(re.fullmatch(r"-?[\d.]+", name) for name in names):
-        raise DataError(
-            "it has numbers in its first line, which must name the columns."
-        )
     return frame.rename(columns=str.strip)
 
 
