@@ -134,13 +134,6 @@ class Choice(NamedTuple):
     decay: float | None = None
     scale: float = 1.0
 
-    @property
-    def name(self) -> str:
-        model = f"linear model, penalty {self.penalty:g}"
-        if self.decay is not None:
-            model = f"network, weight decay {self.decay:g}"
-        return f"{self.columns or 'all'} inputs, {model}"
-
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class _Estimator(
@@ -334,8 +327,12 @@ class _Estimator(
         best = int(losses.argmin())
         loss = losses[best]
         scale = SCALES[best]
+        model = f"linear model, penalty {choice.penalty:g}"
+        if choice.decay is not None:
+            model = f"network, weight decay {choice.decay:g}"
         self._say(
-            f"{choice.name}, scores times {scale:.2f}: held-out loss {loss:.4f}"
+            f"{choice.columns or 'all'} inputs, {model}, scores times {scale:.2f}: held-out loss "
+            f"{loss:.4f}"
         )
         return choice._replace(loss=loss, scale=scale)
 

@@ -397,11 +397,8 @@ def _column(frame: pd.DataFrame, name: str) -> Series:
 
 def _described(name: str, series: Series) -> dict[str, Any]:
     """The name of a column, its kind, and the form of its numbers or dates."""
-    types = pd.api.types
-    if types.is_numeric_dtype(series):
+    if pd.api.types.is_numeric_dtype(series):
         form = "."
-    elif types.is_datetime64_any_dtype(series):
-        form = ISO
     else:
         _, texts = _cells(series)
         form = _form(texts)
@@ -461,11 +458,8 @@ def _cells(series: Series) -> tuple[np.ndarray, Series]:
             f"column {series.name!r} holds a list or the like ({error}), but a cell of this "
             "argument must be a string or a number; leave the column out."
         ) from error
-    values = pd.Series(values)
-    if values.dtype == "category":
-        values = values.astype(values.cat.categories.dtype)
-    types = pd.api.types
-    if types.is_numeric_dtype(values) and not types.is_bool_dtype(values):
+    values = pd.Series(np.asarray(values)).infer_objects()
+    if values.dtype.kind in "iuf":
         texts = pd.Series([f"{value:.15g}" for value in values], dtype="str")
     else:
         texts = values.astype("str").str.strip()
@@ -722,7 +716,7 @@ def class_weights(
         choose("class_weight", weight, ("balanced",))
         counts = np.bincount(labels, minlength=len(classes))
         factors = len(labels) / (len(classes) * np.maximum(counts, 1))
-    if not 0 <= factors.min() <= factors.sum() < np.inf or not factors.any():
+    if not (factors.min() >= 0 and 0 < factors.sum() < np.inf):
         raise OptionError(
             f"class_weight must be finite, >= 0 and not all 0, but got {weight!r}."
         )
