@@ -180,22 +180,15 @@ class _Estimator(
             DataError: if there is nothing to learn from X and y, such as one class only.
             OptionError: if an option is out of range.
         """
-        rows, choice = self._prepare(X, y, sample_weight)
-        options: dict[str, Any] = {}
-        train = rows
-        if self.early_stopping:
-            train, held = self._hold_out(rows, self.validation_fraction)
-            options = {"validation": held, "patience": self.n_iter_no_change}
-        self.history_ = self._train(self.model_, train, choice, **options)
-        return self._finish(rows)
-
-    def _prepare(
-        self, X: Any, y: Any, sample_weight: Any = None
-    ) -> tuple[Rows, Choice]:
-        """Learn columns and targets, choose by held-out rows, and make a new model."""
         rows = self._read(X, y, sample_weight)
         choice = self._choose(rows)
-        return self._model_for(rows, choice), choice
+        rows = self._model_for(rows, choice)
+        options: dict[str, Any] = {}
+        if self.early_stopping:
+            rows, held = self._hold_out(rows, self.validation_fraction)
+            options = {"validation": held, "patience": self.n_iter_no_change}
+        self.history_ = self._train(self.model_, rows, choice, **options)
+        return self._finish(rows)
 
     def _read(
         self,
@@ -510,8 +503,7 @@ class _Estimator(
         self.n_iter_ += len(self.history_.loss)
         self.loss_curve_ = self.history_.loss
         step = 1 + (len(rows.x) - 1) // CERTIFIED
-        sample = rows.x[::step]
-        self._sample = sample.cpu().double()
+        self._sample = rows.x[::step].cpu().double()
         return self
 
     def _more(
@@ -545,8 +537,7 @@ class _Estimator(
     def _run(self, method: str, X: Any) -> np.ndarray:
         """The outputs of a method of the model for a table X."""
         check_is_fitted(self)
-        frame = self._frame(X, reset=False)
-        inputs = self._inputs(frame).double()
+        inputs = self._inputs(self._frame(X, reset=False)).double()
         function = getattr(self.model_, method)
         chunks = [function(x) for x in inputs.split(CHUNK)]
         return torch.cat(chunks).numpy(force=True)
@@ -866,14 +857,13 @@ def _names(categorical: Any, frame: pd.DataFrame) -> Sequence[str]:
     """Names of columns that were given by name, by position or by a mask."""
     if categorical is None:
         return ()
-    names = frame.columns
     try:
         chosen = np.asarray(categorical)
         if chosen.dtype.kind in "biu":
-            return names[chosen].tolist()
-        return list(map(str, chosen.tolist()))
+            return frame.columns[chosen].tolist()
+        return chosen.astype(str).tolist()
     except IndexError as error:
         raise OptionError(
-            f"categorical must be names, positions or a mask of {len(names)} columns, but got "
-            f"{categorical!r}."
+            f"categorical must be names, positions or a mask of {len(frame.columns)} columns, but "
+            f"got {categorical!r}."
         ) from error

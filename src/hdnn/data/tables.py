@@ -646,7 +646,7 @@ def _values(name: str, series: Series) -> np.ndarray:
     column = _described(name, series)
     if column["form"] not in SIGNS:
         column = {"name": name, "kind": "number", "form": "."}
-    return np.asarray(_numbers(column, series))
+    return _numbers(column, series)
 
 
 def _check_target(name: str, series: Series) -> None:
