@@ -620,7 +620,7 @@ def text(result: Mapping[str, Any]) -> str:
     seconds = result["training_seconds"]
     rows = {
         "network": result["network"],
-        "trained": f"{result['epochs']} epochs in {seconds:.1f} s",
+        "trained": f"{seconds:.1f} s, epochs: {result['epochs']}",
     }
     if "processes" in result:
         rows["network"] += f" on {result['nodes']} nodes"
