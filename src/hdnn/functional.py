@@ -31,7 +31,13 @@ from torch import Tensor
 from hdnn import activations, schemes
 from hdnn.activations import Activation
 from hdnn.engine import run as run_fast
-from hdnn.errors import OptionError, ShapeError, positive_float, positive_int
+from hdnn.errors import (
+    DtypeError,
+    OptionError,
+    ShapeError,
+    positive_float,
+    positive_int,
+)
 from hdnn.schemes import Force, Scheme
 
 __all__ = [
@@ -489,11 +495,13 @@ def run(
 
 def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
     """Raise unless the state and all weights fit together."""
-    if not isinstance(y, Tensor) or not y.is_floating_point() or y.ndim < 1:
+    if not isinstance(y, Tensor) or not y.is_floating_point():
         kind = getattr(y, "dtype", type(y).__name__)
-        raise ShapeError(
+        raise DtypeError(
             f"y must be a floating-point tensor (*batch, n), but got {kind}."
         )
+    if y.ndim < 1:
+        raise ShapeError("y must be (*batch, n), but is a single number.")
     n = y.shape[-1]
     if scheme.halves and n % 2:
         raise ShapeError(
@@ -510,10 +518,14 @@ def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
                 f"(N, r) are needed for states of n = {n} features, with N >= 1 layers."
             )
     cast = y.is_meta or torch.is_autocast_enabled(y.device.type)
-    if K.device != y.device or (K.dtype != y.dtype and not cast):
+    if K.device != y.device:
         raise ShapeError(
-            f"y is {y.dtype} on {y.device}, but the weights are {K.dtype} on {K.device}; "
-            "use .to(dtype) or .to(device) on one of them."
+            f"y is on {y.device}, but the weights are on {K.device}; "
+            "use .to(device) on one of them."
+        )
+    if K.dtype != y.dtype and not cast:
+        raise DtypeError(
+            f"y is {y.dtype}, but the weights are {K.dtype}; use .to(dtype) on one of them."
         )
 
 

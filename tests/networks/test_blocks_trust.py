@@ -610,7 +610,7 @@ def test_several_backward_passes_and_gradients_of_gradients(state):
         (
             lambda: Reversible([Coupling(None), Coupling(None, dim=1)]),
             OptionError,
-            "one axis",
+            "the same axis",
         ),
         (
             lambda: Coupling(nn.Linear(2, 2))(torch.randn(2, 5)),
@@ -647,7 +647,7 @@ def test_several_backward_passes_and_gradients_of_gradients(state):
                 torch.randn(2, 4)
             ),
             OptionError,
-            "no gradient by its input",
+            "no gradient with respect to its input",
         ),
     ],
 )
