@@ -8,7 +8,7 @@ Every function is pure, differentiable and runs N layers on states y `(*batch, n
 - `h`: the step, a number or one for each layer, as a list or a tensor `(N,)`.
 - `X`: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
 - `J`: skew-symmetric, `(n, n)` or `(N, n, n)`; by default `[[0, -I], [I, 0]]`.
-- `activation`: a name such as "tanh" (the default), or a `hdnn.activations.Activation`.
+- `activation`: a name such as "tanh" (the default), or an `hdnn.activations.Activation`.
 - `trajectory`: return all states `y_0 .. y_N` as `(N+1, *batch, n)`, in forward order.
 - `inverse`: take `y_N` back to `y_0`; not for `h1`, `ms2` and `mlp`.
 - `engine`, `backprop`: how an explicit stack runs; by default what `hdnn.engine.use` says.

@@ -352,7 +352,7 @@ class Model(nn.Module):
     """A network that can be trained, saved and certified: x -> augment -> N layers -> head.
 
     Args:
-        augment: a `hdnn.Augment` that makes y_0 from x; without one (None), y_0 is x.
+        augment: an `hdnn.Augment` that makes y_0 from x; without one (None), y_0 is x.
         net: a network of hdnn, such as `hdnn.H2`.
         head: one of `hdnn.heads`, such as `hdnn.SoftmaxHead`.
 

@@ -208,7 +208,7 @@ def save(module: nn.Module, path: FilePath, *, note: Any = None) -> None:
     written: loading gives a plain network with the same outputs.
 
     Args:
-        module: a `hdnn.Model`, a network, a model of `hdnn.models`, or a `torch.nn.Sequential` of
+        module: an `hdnn.Model`, a network, a model of `hdnn.models`, or a `torch.nn.Sequential` of
             such networks and common layers of `torch.nn`.
         path: the file to write or replace.
         note: anything that JSON can hold, found again in `load_tensors(path)[1]["note"]`.

@@ -69,7 +69,7 @@ class HamiltonianNet(Network):
         learn_X: train X too.
         J: a skew-symmetric matrix `(n, n)`, or `(N, n, n)`; by default `[[0, -I], [I, 0]]`.
         learn_J: train J too; it stays skew-symmetric.
-        sparsity: a block pattern R, or a `hdnn.Sparsity`, that K (and X or J) must have.
+        sparsity: a block pattern R, or an `hdnn.Sparsity`, that K (and X or J) must have.
         tol: the largest error of an implicit layer's equation; by default near rounding.
         max_iter: the largest number of Newton steps in an implicit layer.
         **options: those of `hdnn.networks.Network`.

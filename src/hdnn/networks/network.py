@@ -147,7 +147,7 @@ class Network(nn.Module):
     Args:
         features: n, the size of a state.
         layers: N, the number of layers.
-        scheme: how a layer steps, a `hdnn.schemes.Scheme`.
+        scheme: how a layer steps, an `hdnn.schemes.Scheme`.
         step: the step h, a number or one for each layer; or give T instead.
         h: another name for `step`.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.

@@ -190,7 +190,7 @@ def gradient_surface(
     """Draw norm(dy_N/dy_j) through a training, as colours over steps and layers.
 
     Args:
-        monitor: a `hdnn.analysis.GradientMonitor` that has recorded something.
+        monitor: an `hdnn.analysis.GradientMonitor` that has recorded something.
         ax: the Axes to draw into; by default those of a new figure.
         name: which norm over the samples: "smallest", "median", "largest", or "of_mean", the norm
             of their mean matrix.

@@ -44,7 +44,7 @@ def decision_regions(
     """Colour the plane by the class that a model predicts, with test points on it.
 
     Args:
-        model: a `hdnn.Model` of two inputs and two classes.
+        model: an `hdnn.Model` of two inputs and two classes.
         data: one of the planar sets of `hdnn.data.planar`.
         ax: the Axes to draw into; by default those of a new figure.
         grid: predictions along each side of the plane.

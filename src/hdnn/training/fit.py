@@ -143,7 +143,7 @@ def fit(
     `learning_rate` are described in `Options`.
 
     Args:
-        model: a `hdnn.Model` with a head that has a loss.
+        model: an `hdnn.Model` with a head that has a loss.
         x: inputs (B, inputs), of the dtype and on the device of the model.
         t: labels (B,) in 0 .. classes-1, or targets (B, outputs) for a regression head.
         weight: of each sample (B,) in the mean loss.
@@ -476,7 +476,7 @@ def check_data(
     head = getattr(model, "head", None)
     if not isinstance(head, (RegressionHead, SigmoidHead, SoftmaxHead)):
         raise OptionError(
-            "fit trains a hdnn.Model with a SigmoidHead or SoftmaxHead (for classes) or a "
+            "fit trains an hdnn.Model with a SigmoidHead or SoftmaxHead (for classes) or a "
             f"RegressionHead (for values), but got {type(head or model).__name__}."
         )
     like = head.weight
