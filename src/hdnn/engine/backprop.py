@@ -24,7 +24,7 @@ WORTHLESS = 0.1  # relative error of a rebuilt state
 UNDONE = 16  # layers that are undone at a time
 ZERO = 128  # roundings of a sample, within which an entry may still be 0
 ADVICE = (
-    'use backprop="auto" or "checkpoint", whose gradients are those of stored states, or smaller '
+    'use backprop="auto" or "checkpoint", which give the gradients of stored states, or smaller '
     "steps or weights"
 )
 
@@ -235,8 +235,8 @@ def check_drift(drift: Tensor, grads: list[Any]) -> list[Any]:
         return grads
     advice = ADVICE if drift.dtype == torch.float64 else f"{ADVICE}, or float64"
     event = (
-        'the backward pass rebuilt its states from the last, as backprop="reversible" asks for, '
-        f"and came back to a first state that is off by {size:.2g} of its size"
+        'backprop="reversible" rebuilt the states from the last one, and the first of them is '
+        f"off by {size:.2g} of its size"
     )
     if size >= WORTHLESS:
         raise OptionError(
