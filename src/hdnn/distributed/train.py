@@ -95,7 +95,7 @@ def train(
             `write_nodes`.
         folder: keeps a checkpoint of each process after each epoch, and at the end metrics.json and
             the model.
-        resume: go on with the training in `folder`, or begin there if it is empty.
+        resume: continue the training in `folder`, or start one there if it is empty.
         gather: bring the weights of all nodes to the root, as one model.
         timeout: seconds after which a silent process counts as lost.
         tell: called at the root with a dict after each epoch.
