@@ -119,7 +119,7 @@ def check_folders(runs: list[Run], options: Mapping[str, Any]) -> None:
     """Refuse to write over runs unless asked to."""
     if "resume" in options and "overwrite" in options:
         raise OptionError(
-            "--resume continues a run and --overwrite replaces it; give one."
+            "--resume continues a run and --overwrite replaces it; give only one."
         )
     if "resume" not in options and "overwrite" not in options:
         for run in runs:
@@ -479,7 +479,7 @@ def estimator(config: TableConfig, classes: Sequence[str]) -> Any:
     if weights is not None:
         if not classes:
             raise OptionError(
-                f"{config.target} has values, not classes: no --class-weight."
+                f"{config.target} has values, not classes; leave --class-weight out."
             )
         if isinstance(weights, dict):
             for name in weights:
@@ -532,7 +532,8 @@ class ImageJob(Job):
         settings = recipes.image_settings(*place, epochs=epochs)
         if not settings and (config.layers or config.T or config.activation):
             raise OptionError(
-                f"{config.network} has no Hamiltonian layers to set."
+                f"{config.network} has no Hamiltonian layers; leave out --layers, --T and "
+                "--activation."
             )
         settings |= pick(config, ("layers", "activation"))
         layers = settings.get("layers")
