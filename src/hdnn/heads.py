@@ -138,7 +138,7 @@ class LinearHead(nn.Module):
         outputs: the number of scores.
         generator: of the initial weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default that of new tensors.
+        device: of the weights; by default PyTorch's default device.
 
     Examples:
         >>> import torch

@@ -7,7 +7,7 @@ they share:
 - drop: the probability of leaving the last layer out for an image in training; earlier layers
   are left out less often, in proportion to their depth.
 - generator: of the initial weights; by default PyTorch's global one.
-- dtype and device: of the weights; by default those of new tensors.
+- dtype and device: of the weights; by default PyTorch's defaults.
 """
 
 from __future__ import annotations

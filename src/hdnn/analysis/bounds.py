@@ -150,7 +150,7 @@ class Bound:
 
     @property
     def holds(self) -> bool | None:
-        """None if nothing was measured, rounding hides it, or the bound is for the ODE only."""
+        """True if the measured value obeys it; None if unknown, or if it bounds only the ODE."""
         if not self.rigorous or self.measured is None or self.slack >= 1:
             return None
         if not math.isfinite(self.measured) or not math.isfinite(self.value):

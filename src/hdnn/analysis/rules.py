@@ -73,7 +73,7 @@ class LayerGain:
 
 @dataclass
 class ActivationCount:
-    """How many units and entries of an activation inside a module lie where it is flat."""
+    """The units and entries of an activation inside a module that lie where it is flat."""
 
     module: str
     operation: str

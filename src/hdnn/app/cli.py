@@ -1,6 +1,6 @@
 """The commands of `hdnn` and their options.
 
-Commands import what they need when they run, so that the help is there at once.
+Commands import what they need when they run, so the help appears at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options of trainings: a dataclass each for tables, images and graphs, and TOML files of them.
+"""Options of trainings, in a dataclass for each kind of data and in TOML files.
 
 Fields with a help text are options of the command line. None means: chosen for the data.
 """
@@ -252,7 +252,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(OutputOptions):
-    """What `hdnn train` takes beside the options of a training."""
+    """The options of `hdnn train` besides those of a training."""
 
     config: str | None = option(
         "TOML file with options under [train]; flags override them"
@@ -264,7 +264,7 @@ class RunOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(OutputOptions):
-    """What `hdnn launch` takes beside the options of a training."""
+    """The options of `hdnn launch` besides those of a training."""
 
     nodes: int | None = option("train on a ring of this many nodes")
     parts: int | None = option(

@@ -187,7 +187,7 @@ class GraphJob(Job):
 
 
 def needs(path: str) -> dict[str, Any]:
-    """What the graph of a file has, and which links its updates need and lack."""
+    """The facts about the graph of a file, and the links that its updates need but lack."""
     graph = Graph.read(path)
     neighbours = [len(row) - 1 for row in graph.used]
     return {

@@ -409,7 +409,7 @@ class Job:
 
 
 class TableJob(Job):
-    """A training on a file: that of the estimators, with a folder."""
+    """A training on a file, as by the estimators, with a folder."""
 
     def __init__(self, config: TableConfig) -> None:
         config = replace(config, device=find_device(config.device))

@@ -1,4 +1,4 @@
-"""What the backward pass starts from: stored states, checkpoints, or the last state alone.
+"""The start of a backward pass: stored states, checkpoints, or only the last state.
 
 A kernel runs a stack: `forward(y, tensors, save)` gives y_N and, with `save`, what
 `backward(y, saved, g, tensors)` needs besides y_0. A kernel by itself is "stored"; the other

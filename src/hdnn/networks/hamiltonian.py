@@ -233,7 +233,7 @@ class HamiltonianNet(Network):
         stored = 1 if self.tied else self.layers
         if sparsity.R.ndim == 3 and len(sparsity.R) != stored:
             raise OptionError(
-                f"R is given for {len(sparsity.R)} layers, but the weights are those of {stored}."
+                f"R is given for {len(sparsity.R)} layers, but there are weights for {stored}."
             )
         if sparsity.S is not None and self.implicit:
             raise OptionError(

@@ -84,7 +84,7 @@ class HamiltonianUnit(nn.Module):
         init: "scaled" draws K from N(0, 1/fan-in) with b = 0; "paper" draws all from N(0, 1).
         generator: of the initial weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default that of new tensors.
+        device: of the weights; by default PyTorch's default device.
 
     Raises:
         ShapeError: if the channels are odd.

@@ -1,4 +1,4 @@
-"""What all networks share: parameters stacked over layers, around one scheme."""
+"""The base of all networks: parameters stacked over layers, around one scheme."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Network(nn.Module):
             "reversible": see `hdnn.engine`.
         generator: of the initial weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default that of new tensors.
+        device: of the weights; by default PyTorch's default device.
 
     Raises:
         OptionError: if an option is not known, or two exclude each other, such as `step` and `T`.
@@ -650,7 +650,7 @@ class Network(nn.Module):
     def _step_text(self) -> str:
         if self.learn_step:
             return "h learned"
-        text = "one a layer"
+        text = "one per layer"
         if isinstance(self.step, float):
             text = f"{self.step:.4g}"
         return f"h = {text}, T = {self.T:.4g}"
@@ -775,7 +775,7 @@ def new_tensor(dtype: torch.dtype | None, device: Any) -> Tensor:
 def step_size(
     step: Steps | None, h: Steps | None, T: float | None, layers: int
 ) -> float | tuple[float, ...]:
-    """The step: one number or one a layer, from `step` or `h`, or from T with h = T/N."""
+    """The step: one number or one per layer, from `step` or `h`, or from T with h = T/N."""
     if sum(value is not None for value in (step, h, T)) > 1:
         raise OptionError(
             f"give either step (also called h) or T, where h = T/N, but not both: {step=}, {h=}, "
