@@ -198,7 +198,7 @@ class LinearHead(nn.Module):
         return F.linear(y, self.weight, self.bias)
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments of this head."""
+        """The constructor arguments of this head."""
         return {name: getattr(self, name) for name in self.arguments}
 
     def extra_repr(self) -> str:

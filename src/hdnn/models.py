@@ -111,7 +111,7 @@ class ImageModel(nn.Module):
                 _draw(module, generator)
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments of this classifier."""
+        """The constructor arguments of this classifier."""
         return dict(self.arguments)
 
     def smoothness(self) -> Tensor:
@@ -187,7 +187,7 @@ class MNISTNet(ImageModel):
         return y.flatten(1)
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments of this classifier; the network is one of them."""
+        """The constructor arguments of this classifier; the network is one of them."""
         return {
             "network": self.net,
             "channels": self.stem.out_channels,

@@ -181,7 +181,7 @@ class Graph:
         return list(islice(breaches, most))
 
     def check(self) -> None:
-        """Raise an `OptionError` unless updates need only linked nodes, all connected."""
+        """Raise an `OptionError` unless the graph is connected and updates need only links."""
         sparsity.check_no_breach(self.breaches(5), self.label)
         apart = sparsity.groups(self.talking)
         if len(apart) > 1:
@@ -210,7 +210,7 @@ class Graph:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def table(self) -> dict[str, Any]:
-        """The constructor's arguments of this graph, as TOML and JSON can hold them."""
+        """The constructor arguments of this graph, as TOML and JSON can hold them."""
         table: dict[str, Any] = {"nodes": self.nodes}
         if self.S is not None:
             table["edges"] = _edges(self.S)

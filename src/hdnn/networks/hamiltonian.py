@@ -344,7 +344,7 @@ class HamiltonianNet(Network):
     # Making it again
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments of this network, as JSON can hold them."""
+        """The constructor arguments of this network, as JSON can hold them."""
         config = super().config()
         if parametrize.type_before_parametrizations(self) is HamiltonianNet:
             config["integrator"] = self.integrator

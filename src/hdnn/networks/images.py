@@ -243,7 +243,7 @@ class HamiltonianUnit(nn.Module):
         return self.step
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments of this unit."""
+        """The constructor arguments of this unit."""
         names = "channels layers network kernel step activation padding norm backprop drop init"
         return {name: getattr(self, name) for name in names.split()}
 

@@ -571,7 +571,7 @@ class Network(nn.Module):
     # Making it again
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments of this network, as JSON can hold them."""
+        """The constructor arguments of this network, as JSON can hold them."""
         config = {
             "features": self.features,
             "layers": self.layers,
