@@ -243,6 +243,33 @@ def test_wide_tables_are_no_worse_than_a_linear_model(classes):
     assert scores[0] > scores[1] - 0.05
 
 
+def test_few_columns_of_a_wide_table_that_tell_all_are_seen():
+    random = np.random.default_rng(0)
+    X = random.normal(size=(600, 500))
+    y = X[:, :5] @ [1, -2, 1, -1, 2] + 0.5 * random.normal(size=600)
+    scores = []
+    for model in (HDNNRegressor(random_state=0), RidgeCV(np.logspace(0, 6, 7))):
+        model.fit(X[:150], y[:150])
+        scores.append(model.score(X[150:], y[150:]))
+    assert scores[0] > 0.9 > 0.5 > scores[1]
+
+
+def test_a_linear_model_of_a_wide_table_is_that_of_all_its_columns():
+    random = np.random.default_rng(0)
+    X = random.normal(size=(300, 100))
+    y = X @ random.normal(size=100)
+    model = HDNNRegressor(random_state=0).fit(X, y)
+    assert model.score(X, y) > 0.999
+
+
+def test_a_class_that_is_seen_once_among_many_rows_is_learned():
+    X = np.random.default_rng(0).normal(size=(12_000, 2))
+    y = (X[:, 0] > 0).astype(int)
+    y[7] = 2
+    model = HDNNClassifier(random_state=0, layers=2).fit(X, y)
+    assert model.predict_proba(X[:3]).shape == (3, 3)
+
+
 def test_costs_do_not_follow_the_number_of_columns():
     X = np.random.default_rng(0).normal(size=(60, 3000))
     y = X[:, :5].sum(1)

@@ -2,9 +2,9 @@
 
     python cells.py page.md folder
 
-runs the cells of a page in one namespace, writes what each one prints and the figures that it
-leaves open into the folder, and a `ran.json` that lists them. An exception ends the program, with
-`ran.json` saying where and what it was.
+runs the cells of a page in one namespace, writes what each one prints, the figures that it leaves
+open and the moving pictures that it saves into the folder, and a `ran.json` that lists them. An
+exception ends the program, with `ran.json` saying where and what it was.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import traceback
@@ -26,6 +27,7 @@ FENCE = re.compile(r"^(`{3,})python\b[^\n]*\n(.*?)^\1[ \t]*$", re.S | re.M)
 OTHERS = re.compile(
     r"^(?!```+python\b)[ \t]*(?:`{3,}|~{3,})[ \t]*[{. \t]*py(?:thon)?3?\b", re.M
 )
+MOVING = {".gif", ".webp"}
 DOTS = 160  # an inch of a figure
 
 
@@ -53,6 +55,7 @@ def cells(page: str) -> list[Cell]:
 
 def run(page: Path, folder: Path) -> int:
     """Run all cells of a page; the exit status."""
+    work = Path.cwd()
     # Code that is defined in a cell belongs to __main__, as in a notebook.
     space = ModuleType("__main__")
     sys.modules["__main__"] = space
@@ -73,7 +76,11 @@ def run(page: Path, folder: Path) -> int:
                     vars(space),
                 )
             ran.append(
-                {"printed": printed[0], "figures": _figures(folder, number)}
+                {
+                    "printed": printed[0],
+                    "figures": _figures(folder, number)
+                    + _moving(work, folder, number),
+                }
             )
         except (Exception, SystemExit) as error:
             report["error"] = _told(error, page, number, cell.line)
@@ -118,6 +125,18 @@ def _figures(folder: Path, number: int) -> list[dict[str, str]]:
             {"file": name, "alt": _alt(figure, f"Figure {k} of cell {number}")}
         )
     pyplot.close("all")
+    return written
+
+
+def _moving(work: Path, folder: Path, number: int) -> list[dict[str, str]]:
+    """Move the moving pictures that a cell saved; words of a name are words for them."""
+    written = []
+    for path in sorted(work.iterdir()):
+        if path.suffix in MOVING:
+            name = f"{number}-{path.name}"
+            shutil.move(path, folder / name)
+            words = path.stem.replace("-", " ").capitalize()
+            written.append({"file": name, "alt": words})
     return written
 
 

@@ -30,7 +30,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import hdnn
-from cells import cells
+from cells import MOVING, cells
 
 PROGRAM = Path(__file__).with_name("cells.py")
 SOURCE = str(
@@ -40,6 +40,7 @@ FOLDER = "tutorials/"
 LIMIT = 60.0  # seconds of processor time
 PATIENCE = 300.0  # seconds until a page that hangs is given up
 AT_ONCE = 2
+PICTURES = {".png", *MOVING}
 INSTALL = "*Install `hdnn` with the extras `plot` and `fast` first.*"
 # [text](page.md) and [text][name], which lead nowhere outside of the site
 LINK = re.compile(r"(?<!!)\[([^\[\]]+)\](?:\((?!https?:)[^()]*\)|\[[^\[\]]*\])")
@@ -129,7 +130,8 @@ def run(page: Path, limit: float = LIMIT, patience: float = PATIENCE) -> Ran:
             )
         pictures = {
             path.name: path.read_bytes()
-            for path in sorted(Path(kept).glob("*.png"))
+            for path in sorted(Path(kept).iterdir())
+            if path.suffix in PICTURES
         }
         return Ran(ran["cells"], pictures, seconds)
 

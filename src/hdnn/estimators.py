@@ -59,7 +59,6 @@ from sklearn.utils.validation import (  # noqa: E402
 __all__ = ["HDNNClassifier", "HDNNRegressor"]
 
 PENALTIES = (1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)  # of linear models
-HUGE = 1e9  # so large a penalty that a linear model is a constant
 DECAYS = (2e-2, 5e-3, 7e-4)  # of networks, from strong to weak
 SCALES = np.linspace(0, 1, 21).tolist()
 # A more flexible model must lower the held-out loss by this factor,
@@ -69,15 +68,21 @@ WORSE = 1.05
 HELD_OUT = 0.2
 FEW = (300, 600)  # rows, below which they are held out in more ways
 SEARCHED = 10_000  # rows, at most, that the choice looks at
+MERGED = (
+    100_000  # rows, up to which those that are repeated are one with a weight
+)
 LEAST = 3  # epochs
 SCORES = 2**21  # of a minibatch, at most: rows times classes
-INPUTS = 64  # of a network, at most: more columns are projected
-STEPS = 1200  # of the optimiser; fewer for few rows and wide networks
+INPUTS = 64  # of a network, at most: more columns are projected, or
+BEST = (64, 16)  # so many looked at, those that tell most by themselves
+STEPS = 1600  # of the optimiser; fewer for few rows and wide networks
+TRIED = 0.5  # of the steps, in a training that only judges a weight decay
+SURE = 0.7  # the scale of scores from which longer training does no harm
 WIDE = 32  # features
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
 GAIN = 1.5  # of the initial weights: smaller ones wait long at the identity
-FAINT = 1e-3  # of the initial weights, for a linear model
+FAINT = 1e-3  # of those of a linear model, which can still learn more
 CHUNK = 2**16  # rows that run through the network at once
 CERTIFIED = 100  # training rows that a certificate looks at
 CURVED = ("mlp", "ms1", "ms2")  # not linear, however small their weights are
@@ -89,6 +94,20 @@ class Rows(NamedTuple):
     x: Tensor
     t: Tensor
     weight: Tensor | None
+
+    @property
+    def share(self) -> Tensor:
+        """The weight of each row in a mean."""
+        weight = self.weight
+        if weight is None:
+            weight = torch.ones(len(self.x)).to(self.x)
+        return weight / weight.sum()
+
+    def along(self, directions: Tensor | None) -> Rows:
+        """The rows seen in these directions `(inputs, fewer)`; None for all inputs."""
+        if directions is None:
+            return self
+        return self._replace(x=self.x @ directions)
 
     def take(self, index: Any) -> Rows:
         index = torch.as_tensor(index, device=self.x.device)
@@ -103,21 +122,17 @@ class Choice(NamedTuple):
 
     Attributes:
         loss: of the held-out rows.
+        columns: the number of inputs that are looked at, those that tell most; 0 for all.
         penalty: of the linear model, for a row.
         decay: the weight decay of the network; None where the linear model is better.
         scale: how much of the scores is kept, from those of a constant on.
     """
 
     loss: float = np.inf
+    columns: int = 0
     penalty: float = 0.1
     decay: float | None = None
     scale: float = 1.0
-
-    @property
-    def name(self) -> str:
-        if self.decay is None:
-            return f"linear model, penalty {self.penalty:g}"
-        return f"network, weight decay {self.decay:g}"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -165,22 +180,15 @@ class _Estimator(
             DataError: if there is nothing to learn from X and y, such as one class only.
             OptionError: if an option is out of range.
         """
-        rows, choice = self._prepare(X, y, sample_weight)
-        options: dict[str, Any] = {}
-        train = rows
-        if self.early_stopping:
-            train, held = self._hold_out(rows, self.validation_fraction)
-            options = {"validation": held, "patience": self.n_iter_no_change}
-        self.history_ = self._train(self.model_, train, choice, **options)
-        return self._finish(rows)
-
-    def _prepare(
-        self, X: Any, y: Any, sample_weight: Any = None
-    ) -> tuple[Rows, Choice]:
-        """Learn columns and targets, choose by held-out rows, and make a new model."""
         rows = self._read(X, y, sample_weight)
         choice = self._choose(rows)
-        return self._model_for(rows, choice), choice
+        rows = self._model_for(rows, choice)
+        options: dict[str, Any] = {}
+        if self.early_stopping:
+            rows, held = self._hold_out(rows, self.validation_fraction)
+            options = {"validation": held, "patience": self.n_iter_no_change}
+        self.history_ = self._train(self.model_, rows, choice, **options)
+        return self._finish(rows)
 
     def _read(
         self,
@@ -211,26 +219,44 @@ class _Estimator(
             present = np.flatnonzero(weight)
             frame = frame.iloc[present]
             y = y[present]
-            weight = _unless_equal(weight[present])
+            weight = weight[present]
+            if np.ptp(weight) == 0:
+                weight = None
         if reset:
-            self._learn_columns(frame, weight)
-            known = y if classes is None else classes
-            self._outputs = own._learn_target(known, weight)
-            self._seed = _seed(self.random_state)
-            self.n_iter_ = 0
+            categorical = _names(self.categorical, frame)
+            encoder = self.encoder_ = Encoder.fit(
+                frame,
+                categorical=categorical,
+                missing=self.missing,
+                weight=weight,
+            )
+            self._say(*encoder.notes)
+            self._begin(y if classes is None else classes, weight)
+        return self._rows(self._inputs(frame), y, weight)
+
+    def _begin(self, y: np.ndarray, weight: Any = None) -> None:
+        """Learn the classes or the scale of the targets, and forget everything else."""
+        own: Any = self
+        self._outputs = own._learn_target(y, weight)
+        self._seed = _seed(self.random_state)
+        self.n_iter_ = 0
+
+    def _rows(self, x: Tensor, y: np.ndarray, weight: Any = None) -> Rows:
+        """Rows to learn from, of inputs and targets; of few rows equal ones are merged."""
+        own: Any = self
         t, factor = own._encode_target(y)
         if factor is not None:
             weight = factor if weight is None else weight * factor
-        x = self._inputs(frame)
         t = torch.as_tensor(t, device=self.device)
-        return _merged(Rows(x, t, None), weight)
-
-    def _learn_columns(self, frame: pd.DataFrame, weight: Any) -> None:
-        categorical = _names(self.categorical, frame)
-        self.encoder_ = Encoder.fit(
-            frame, categorical=categorical, missing=self.missing, weight=weight
-        )
-        self._say(*self.encoder_.notes)
+        rows = Rows(x.to(self.device), t, None)
+        if len(x) <= MERGED:
+            number, first = _row_numbers(rows.x, rows.t)
+            rows = rows.take(first)
+            weight = np.bincount(number, weight)
+        if weight is None or np.ptp(weight) == 0:
+            return rows
+        mean_one = torch.as_tensor(weight / weight.mean())
+        return rows._replace(weight=mean_one.to(rows.x))
 
     # The choice
 
@@ -239,18 +265,14 @@ class _Estimator(
         wide = rows.x.shape[1] > INPUTS
         if self.weight_decay is not None and not wide:
             return Choice(decay=self.weight_decay)
-        if len(rows.x) > SEARCHED:
-            random = np.random.default_rng(self._seed)
-            order = random.permutation(len(rows.x))
-            rows = rows.take(order[:SEARCHED])
-        size = len(rows.x)
-        count = 1 + sum(size < limit for limit in FEW)
-        try:
-            folds = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
-        except DataError:  # too few rows
+        folds = self._folds(rows)
+        if not folds:
             return Choice(decay=self.weight_decay or DECAYS[0])
-        linear = [Choice(penalty=penalty) for penalty in PENALTIES]
-        best = min(self._judged(folds, choice) for choice in linear)
+        best = min(
+            self._judged(folds, Choice(columns=columns, penalty=penalty))
+            for columns in (0, *BEST)[: 3 if wide else 1]
+            for penalty in PENALTIES
+        )
         if self.weight_decay is not None:
             return best._replace(decay=self.weight_decay, scale=1.0)
         if self.epochs is not None or self.network in CURVED:
@@ -263,73 +285,110 @@ class _Estimator(
                 best = choice
         return best
 
+    def _folds(self, rows: Rows) -> list[tuple[Rows, Rows, Tensor]]:
+        """Rows to train on, rows to hold out and a constant's scores; none of too few rows."""
+        size = len(rows.x)
+        if size > SEARCHED:
+            labels = rows.t.numpy(force=True)
+            unseen = 1 - SEARCHED / size
+            seen, _ = hold_out(
+                labels, unseen, self._seed, classes=not self.regression
+            )
+            rows = rows.take(seen)
+        count = 1 + sum(size < limit for limit in FEW)
+        try:
+            halves = [self._hold_out(rows, HELD_OUT, k) for k in range(count)]
+        except DataError:
+            return []
+        return [(train, held, _constant(train)) for train, held in halves]
+
     def _judged(self, folds: Sequence[Any], choice: Choice) -> Choice:
         """A choice with its held-out loss, at the scale where it is lowest."""
         losses = np.zeros(len(SCALES))
-        for train, held in folds:
-            constant = _linear(train, HUGE).bias
-            scores = self._predicted(train, held.x, choice)
+        choice = choice._replace(scale=1.0)
+        for train, held, constant in folds:
+            D, model = self._view(train, choice)
+            train = train.along(D)
+            held = held.along(D)
+            if choice.decay is not None:
+                model = self._new_model(train.x.shape[1])
+                self._train(model, train, choice, TRIED)
+            scores = model(held.x).detach()
             for k, scale in enumerate(SCALES):
                 shrunk = constant.lerp(scores, scale)
-                loss = _loss(shrunk, held)
-                losses[k] += loss / len(folds)
+                losses[k] += _loss(shrunk, held) / len(folds)
         best = int(losses.argmin())
         loss = losses[best]
         scale = SCALES[best]
-        choice = choice._replace(loss=loss, scale=scale)
+        model = f"linear model, penalty {choice.penalty:g}"
+        if choice.decay is not None:
+            model = f"network, weight decay {choice.decay:g}"
         self._say(
-            f"{choice.name}, scores times {scale:.2f}: held-out loss {loss:.4f}"
+            f"{choice.columns or 'all'} inputs, {model}, scores times {scale:.2f}: held-out loss "
+            f"{loss:.4f}"
         )
-        return choice
-
-    def _predicted(self, train: Rows, x: Tensor, choice: Choice) -> Tensor:
-        """The scores at x of a model that is trained by a choice."""
-        if choice.decay is None:
-            return _linear(train, choice.penalty)(x)
-        D = self._directions(train, choice.penalty)
-        train = train._replace(x=train.x @ D)
-        model = self._new_model(D.shape[1])
-        self._train(model, train, choice._replace(scale=1.0))
-        with torch.no_grad():
-            return model(x @ D)
+        return choice._replace(loss=loss, scale=scale)
 
     # The model
 
     def _model_for(self, rows: Rows, choice: Choice) -> Rows:
-        """Make a new model; the rows as it takes them."""
-        D = self._directions(rows, choice.penalty)
-        if len(D) > INPUTS:
+        """Make a new model, a linear one at once; the rows as it takes them."""
+        D, linear = self._view(rows, choice)
+        if D is not None:
             self.encoder_.directions = D.T.tolist()
-        self.model_ = self._new_model(D.shape[1])
-        return rows._replace(x=rows.x @ D)
+        rows = rows.along(D)
+        gain = FAINT if choice.decay is None else GAIN
+        model = self.model_ = self._new_model(rows.x.shape[1], gain)
+        if choice.decay is None:
+            head: Any = model.head
+            augment: Any = model.augment
+            head.weight.data.zero_()
+            head.weight.data[:, augment.positions] = linear.weight
+            head.bias.data.copy_(linear.bias)
+        return rows
 
-    def _directions(self, rows: Rows, penalty: float) -> Tensor:
-        """The directions (inputs, fewer) in which a table is seen: of few columns, all.
+    def _view(self, rows: Rows, choice: Choice) -> tuple[Tensor | None, Any]:
+        """The directions `(inputs, fewer)` in which a table is seen, and a linear model of these.
 
-        Of many columns these are the scores of the linear model, and principal components.
+        None stands for all inputs, if they are few. Of many the directions are the inputs that tell
+        most about the target, or the scores of the linear model of all and, for a network,
+        principal components. A network needs no linear model.
         """
-        count, inputs = rows.x.shape
-        if inputs <= INPUTS:
-            return torch.eye(inputs).to(rows.x)
-        W = _linear(rows, penalty).weight
-        if len(W) > INPUTS:
-            W = W[:0]
-        scores = rows.x @ W.T
-        spread = scores.std(0).clamp_min(1e-6)
-        room = INPUTS - len(W) // 2
-        enough = max(8, count // 4)
-        most = min(room, enough, count)
-        pca: Any = PCA(most, random_state=self._seed)
-        pca.fit(rows.x.numpy(force=True))
-        values = pca.singular_values_
-        sizes = np.sqrt(values * values.mean() / count)
-        present = sizes > 0
-        components = pca.components_[present]
-        components = components / sizes[present, None]
-        components = torch.as_tensor(components.T).to(rows.x)
-        return torch.cat([W.T / spread, components], 1)
+        x = rows.x
+        penalty = choice.penalty
+        is_linear = choice.decay is None
+        D = None
+        if choice.columns:
+            told = _linear(rows, PENALTIES[0]).weight.norm(dim=0)
+            best = told.topk(choice.columns).indices
+            D = torch.eye(len(told)).to(x)[:, best]
+        elif x.shape[1] > INPUTS and self._outputs > INPUTS:
+            D = self._components(x, INPUTS)
+        elif x.shape[1] > INPUTS:
+            linear = _linear(rows, penalty)
+            spread = linear(x).std(0).clamp_min(1e-6)
+            D = linear.weight.T / spread
+            if is_linear:
+                linear.weight.data = spread.diag()
+                return D, linear
+            more = self._components(x, INPUTS - self._outputs // 2)
+            D = torch.cat([D, more], 1)
+        linear = _linear(rows.along(D), penalty) if is_linear else None
+        return D, linear
 
-    def _new_model(self, inputs: int) -> Model:
+    def _components(self, x: Tensor, count: int) -> Tensor:
+        """Principal components, the smaller ones enlarged by half."""
+        rows = len(x)
+        count = min(count, max(8, rows // 4), rows)
+        pca: Any = PCA(count, random_state=self._seed)
+        pca.fit(x.numpy(force=True))
+        values = pca.singular_values_
+        sizes = np.sqrt(values * values.mean() / rows)
+        present = sizes > 0
+        components = pca.components_[present] / sizes[present, None]
+        return torch.as_tensor(components.T).to(x)
+
+    def _new_model(self, inputs: int, gain: float = GAIN) -> Model:
         options: dict[str, Any] = {
             "generator": torch.Generator().manual_seed(self._seed),
             "dtype": torch.float32,
@@ -345,7 +404,7 @@ class _Estimator(
         if self.network != "mlp":
             for name, parameter in net.named_parameters():
                 if name.startswith("K"):
-                    parameter.data *= GAIN
+                    parameter.data *= gain
         if self.regression:
             head = RegressionHead(features, self._outputs, **options)
         elif self._outputs == 1:
@@ -355,43 +414,39 @@ class _Estimator(
         return Model(augment, net, head)
 
     def _train(
-        self, model: Model, rows: Rows, choice: Choice, **options: Any
+        self,
+        model: Model,
+        rows: Rows,
+        choice: Choice,
+        share: float = 1.0,
+        **options: Any,
     ) -> training.History:
-        """Train a model by a choice of the held-out rows."""
+        """Train a model by a choice of the held-out rows, in a share of the steps.
+
+        Where its scores had to be shrunk, it is trained no longer than it was judged.
+        """
+        if choice.scale < SURE:
+            share = TRIED
         head = model.head
+        x = rows.x.to(head.weight.dtype)
         if choice.decay is None:
-            history = self._solve(model, rows, choice.penalty)
+            loss = _loss(model(x).detach(), rows)
+            history = training.History([loss], [np.nan], [0.0], [0.0], [0.0])
         else:
-            recipe = self._recipe(model, rows, choice.decay) | options
-            x = rows.x.to(head.weight.dtype)
+            recipe = self._recipe(model, rows, choice.decay, share) | options
             history = training.fit(
                 model, x, rows.t, weight=rows.weight, **recipe
             )
         if choice.scale < 1:
-            constant = _linear(rows, HUGE).bias
             head.weight.data *= choice.scale
             bias = head.bias.data
+            constant = _constant(rows).to(bias)
             head.bias.data = constant.lerp(bias, choice.scale)
         return history
 
-    @torch.no_grad()
-    def _solve(
-        self, model: Model, rows: Rows, penalty: float
-    ) -> training.History:
-        """Make a model linear, with weights so small that it can still learn more."""
-        for parameter in model.net.parameters():
-            parameter *= FAINT
-        linear = _linear(rows, penalty)
-        head = model.head
-        augment: Any = model.augment
-        head.weight.zero_()
-        head.weight[:, augment.positions] = linear.weight
-        head.bias.copy_(linear.bias)
-        scores = linear(rows.x)
-        loss = _loss(scores, rows)
-        return training.History([loss], [np.nan], [0.0], [0.0], [0.0])
-
-    def _recipe(self, model: Model, rows: Rows, decay: float) -> dict[str, Any]:
+    def _recipe(
+        self, model: Model, rows: Rows, decay: float, share: float
+    ) -> dict[str, Any]:
         """The options of a training; those of the estimator come first."""
         count = len(rows.x)
         head: Any = model.head
@@ -400,7 +455,7 @@ class _Estimator(
         many = max(count // 512, count * head.outputs // SCORES)
         batches = max(1, few, many)
         steps = max(60, 2 * count)
-        steps = narrow * min(STEPS, steps)
+        steps = share * narrow * min(STEPS, steps)
         recipe: dict[str, Any] = {
             "epochs": max(LEAST, round(steps / batches)),
             "batch": -(-count // batches),  # all of equal size
@@ -448,8 +503,7 @@ class _Estimator(
         self.n_iter_ += len(self.history_.loss)
         self.loss_curve_ = self.history_.loss
         step = 1 + (len(rows.x) - 1) // CERTIFIED
-        sample = rows.x[::step]
-        self._sample = sample.cpu().double()
+        self._sample = rows.x[::step].cpu().double()
         return self
 
     def _more(
@@ -459,7 +513,7 @@ class _Estimator(
         is_new = not self.__sklearn_is_fitted__()
         rows = self._read(X, y, sample_weight, classes, is_new)
         if is_new:
-            rows = self._model_for(rows, Choice())
+            rows = self._model_for(rows, Choice(decay=0.0))
         choice = Choice(decay=self.weight_decay or 0.0)
         options = {"epochs": 1, "schedule": "constant", "warmup": 0.0}
         self.history_ = self._train(self.model_, rows, choice, **options)
@@ -483,8 +537,7 @@ class _Estimator(
     def _run(self, method: str, X: Any) -> np.ndarray:
         """The outputs of a method of the model for a table X."""
         check_is_fitted(self)
-        frame = self._frame(X, reset=False)
-        inputs = self._inputs(frame).double()
+        inputs = self._inputs(self._frame(X, reset=False)).double()
         function = getattr(self.model_, method)
         chunks = [function(x) for x in inputs.split(CHUNK)]
         return torch.cat(chunks).numpy(force=True)
@@ -498,17 +551,19 @@ class _Estimator(
         if isinstance(X, pd.DataFrame):
             validate_data(self, X, reset=reset, skip_check_array=True)  # pyright: ignore[reportArgumentType]
         else:
-            options: dict[str, Any] = {"dtype": object}
-            options["ensure_all_finite"] = False
-            is_sparse = hasattr(X, "toarray")
-            if is_sparse or np.asarray(X).dtype.kind in "biufc":
-                options["dtype"] = np.float64
-                options["ensure_all_finite"] = "allow-nan"
-            options["ensure_min_samples"] = 1 + reset
-            X = validate_data(self, X, reset=reset, **options)
+            numeric = (
+                hasattr(X, "toarray") or np.asarray(X).dtype.kind in "biufc"
+            )
+            X = validate_data(
+                self,
+                X,
+                reset=reset,
+                dtype=np.float64 if numeric else object,
+                ensure_all_finite="allow-nan",
+                ensure_min_samples=1 + reset,
+            )
             X = pd.DataFrame(X).infer_objects()
-        names = [str(name) for name in X.columns]
-        frame = X.set_axis(names, axis=1)
+        frame = X.rename(columns=str)
         if not frame.columns.is_unique:
             raise DataError("X has two columns of the same name; rename them.")
         return frame
@@ -549,7 +604,7 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
             at most 24 more than the inputs.
         activation: one of `hdnn.activations`.
         T: the time that the layers span together. Not for "mlp".
-        epochs: passes over the data, of a network in any case; by default as many as make 1,200
+        epochs: passes over the data, of a network in any case; by default as many as make 1,600
             steps, fewer for few rows and wide networks, and a linear model may be chosen instead.
         batch: samples for each step; by default an eighth of them, 64 to 512.
         learning_rate: the largest rate; it rises for a fifth of the steps, then falls to zero.
@@ -627,10 +682,7 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
 
     def _check_target(self, y: Any) -> np.ndarray:
         y = column_or_1d(y, warn=True)
-        is_wrong = pd.isna(y)
-        if y.dtype.kind in "fc":
-            is_wrong = ~np.isfinite(y)
-        if is_wrong.any():
+        if pd.isna(y).any() or np.isin(y, (np.inf, -np.inf)).any():
             raise DataError(
                 "y has missing or infinite values (NaN, inf); remove these rows or fill them in."
             )
@@ -660,12 +712,12 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
     def _encode_target(
         self, y: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        unknown = np.setdiff1d(y, self.classes_)
-        if len(unknown):
+        labels = pd.Index(self.classes_).get_indexer(y)
+        if labels.min() < 0:
+            unknown = y[labels.argmin()]
             raise DataError(
-                f"y has the labels {unknown}, which are not among the classes."
+                f"y has the label {unknown!r}, which is not among the classes."
             )
-        labels = np.searchsorted(self.classes_, y)
         names = self.classes_.tolist()
         return labels, class_weights(self.class_weight, labels, names)
 
@@ -734,42 +786,43 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
         return t.astype(np.float32), None
 
 
-def _losses(scores: Tensor, t: Tensor) -> Tensor:
-    """The loss of each row: targets are values, or labels of classes."""
-    if t.is_floating_point():
-        return (scores - t).square().mean(1)
-    if scores.shape[1] > 1:
-        return F.cross_entropy(scores, t, reduction="none")
-    return F.binary_cross_entropy_with_logits(
-        scores[:, 0], t.to(scores), reduction="none"
-    )
-
-
 def _loss(scores: Tensor, rows: Rows) -> float:
-    """The mean loss of rows by their weights."""
-    losses = _losses(scores, rows.t)
-    weight = rows.weight
-    if weight is not None:
-        losses *= weight / weight.mean()
-    return float(losses.mean())
+    """The mean loss of rows by their weights: targets are values, or labels of classes."""
+    t = rows.t
+    if t.is_floating_point():
+        losses = (scores - t).square().mean(1)
+    elif scores.shape[1] > 1:
+        losses = F.cross_entropy(scores, t, reduction="none")
+    else:
+        losses = F.softplus(scores[:, 0] * (1 - 2 * t))
+    return float(losses @ rows.share)
+
+
+def _constant(rows: Rows) -> Tensor:
+    """The scores with the lowest loss that are the same for all rows."""
+    nothing = torch.zeros(len(rows.x), 1).to(rows.x)
+    return _linear(rows._replace(x=nothing), 1.0).bias
 
 
 def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
     """The linear model with the lowest loss, as a layer."""
     x = rows.x.double().numpy(force=True)
-    weight = rows.weight
-    if weight is not None:
-        weight = weight.double().numpy(force=True)
-    total = penalty * len(x)
+    share = rows.share.double().numpy(force=True)
+    basis = None
+    if x.shape[1] > len(x):  # the same problem in as many unknowns as rows
+        basis, R = np.linalg.qr(x.T)
+        x = R.T
     t = rows.t.numpy(force=True)
-    model: Any = LogisticRegression(C=1 / total, max_iter=200)
+    model: Any = LogisticRegression(C=1 / penalty, max_iter=200)
     if rows.t.is_floating_point():
-        model = Ridge(total)
+        model = Ridge(penalty)
     with warnings.catch_warnings():
         # Of steps that were not enough.
         warnings.simplefilter("ignore")
-        model.fit(x, t, weight)
+        model.fit(x, t, share)
     W = np.atleast_2d(model.coef_)
+    if basis is not None:
+        W = W @ basis.T
     bias = np.ravel(model.intercept_)
     outputs, inputs = W.shape
     layer = torch.nn.Linear(inputs, outputs).requires_grad_(False)
@@ -778,35 +831,13 @@ def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
     return layer.to(rows.x)
 
 
-def _merged(rows: Rows, weight: np.ndarray | None) -> Rows:
-    """All different rows, in an order of their own; weights have the mean 1.
-
-    A row that is repeated is one row with the sum of the weights.
-    """
-    number, first = _row_numbers(rows.x, rows.t)
-    rows = rows.take(first)
-    total = _unless_equal(np.bincount(number, weight))
-    if total is None:
-        return rows
-    total = total / total.mean()
-    mean_one = torch.as_tensor(total)
-    return rows._replace(weight=mean_one.to(rows.x))
-
-
-def _unless_equal(weight: np.ndarray) -> np.ndarray | None:
-    return weight if np.ptp(weight) > 0 else None
-
-
 def _row_numbers(*columns: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The number of each row, where equal rows share one, and the first row of each number.
 
     Numbers follow from the values alone, so that the order of the rows does not matter.
     """
-    frames = []
-    for values in columns:
-        flat = values.reshape(len(values), -1)
-        frames.append(pd.DataFrame(flat.numpy(force=True)))
-    frame = pd.concat(frames, axis=1)
+    flat = [t.reshape(len(t), -1).double() for t in columns]
+    frame = pd.DataFrame(torch.cat(flat, 1).numpy(force=True))
     keys = hash_pandas_object(frame, index=False)  # pyright: ignore[reportCallIssue]
     _, first, number = np.unique(
         keys.to_numpy(), return_index=True, return_inverse=True
@@ -819,22 +850,20 @@ def _seed(random_state: Any) -> int:
     random = check_random_state(random_state)
     if isinstance(random_state, Integral):
         return int(random_state)
-    largest = np.iinfo(np.int32).max
-    return int(random.randint(largest))
+    return int(random.randint(2**31 - 1))
 
 
 def _names(categorical: Any, frame: pd.DataFrame) -> Sequence[str]:
     """Names of columns that were given by name, by position or by a mask."""
     if categorical is None:
         return ()
-    names = np.array(frame.columns, object)
     try:
         chosen = np.asarray(categorical)
         if chosen.dtype.kind in "biu":
-            return names[chosen].tolist()
-        return list(map(str, chosen.tolist()))
-    except (IndexError, TypeError) as error:
+            return frame.columns[chosen].tolist()
+        return chosen.astype(str).tolist()
+    except IndexError as error:
         raise OptionError(
-            f"categorical must be names, positions or a mask of {len(names)} columns, but got "
-            f"{categorical!r}."
+            f"categorical must be names, positions or a mask of {len(frame.columns)} columns, but "
+            f"got {categorical!r}."
         ) from error

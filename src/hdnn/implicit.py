@@ -351,12 +351,12 @@ def _mean(
     function: Any, z: Tensor, d: Tensor, weighted: bool = False
 ) -> Tensor:
     """The integral of function(z + t d), or of t times it, for t from 0 to 1."""
-    rule = torch.tensor(GAUSS, dtype=z.dtype, device=z.device)
-    t, weight = rule.view(len(GAUSS), 2, *[1] * z.ndim).unbind(1)
-    if weighted:
-        weight = weight * t
     d = d.clamp(-1, 1)  # far points do not need it
-    return (weight * function(z + t * d)).sum(0)
+    total = torch.zeros_like(d)
+    for t, weight in GAUSS:
+        factor = weight * t if weighted else weight
+        total = total + factor * function(z + t * d)
+    return total
 
 
 def _quotient(mean: Tensor, low: Tensor, high: Tensor, d: Tensor) -> Tensor:

@@ -256,7 +256,15 @@ def test_the_certificate_holds_and_says_so_in_five_lines():
     certificate = loop.certify(y, horizons=2)
     assert certificate.holds
     assert certificate.smallest_norm > 0
-    assert len(str(certificate).splitlines()) == 5
+    lines = str(certificate).splitlines()
+    assert [line[:14].rstrip() for line in lines] == [
+        "energy balance",
+        "energy lost",
+        "new weights",
+        "gain",
+        "gradients",
+    ]
+    assert {line[14:16] for line in lines} == {"  "}
 
 
 def test_a_certificate_of_values_that_are_not_finite_does_not_hold():
@@ -366,6 +374,41 @@ def test_a_training_takes_any_function_as_its_cost():
         progress=False
     )
     assert history["cost"][-1] < history["cost"][0]
+
+
+@pytest.mark.parametrize(
+    ("cost", "reason"),
+    [
+        (lambda loop, path: 3.0, "returned 3.0"),
+        (lambda loop, path: path[-1, 0, 0], r"a tensor \(8,\) with requires_grad=True"),
+        (lambda loop, path: path.detach().sum(), r"a tensor \(\) with requires_grad=False"),
+        (lambda loop, path: path.mean() / 0, "the cost is -?(inf|nan) in iteration 1"),
+        (lambda loop, path: (path - path).sum().sqrt(), "the cost is 0 .* gradient of size nan"),
+    ],
+)  # fmt: skip
+def test_a_cost_without_a_finite_number_and_gradient_is_refused(cost, reason):
+    training = control.LoopTraining(control.crossing(steps=2, cost=cost))
+    before = training.loop.controller.K.detach().clone()
+    with pytest.raises(hdnn.HDNNError, match=reason):
+        training.run(progress=False)
+    assert torch.equal(training.loop.controller.K, before)
+
+
+def test_a_training_by_a_function_is_resumed_by_another_of_its_name(
+    tmp_path: Path,
+):
+    def training(**options) -> control.LoopTraining:
+        def spread(loop: control.ClosedLoop, trajectory: Tensor) -> Tensor:
+            return trajectory[-1, ..., :2].square().mean()
+
+        problem = control.crossing(steps=2, cost=spread)
+        return control.LoopTraining(
+            problem, iterations=3, folder=tmp_path / "run", **options
+        )
+
+    first = training()
+    first.run(progress=False, until=2)
+    assert training(resume=True).done == 2
 
 
 def test_a_platoon_in_one_dimension_learns_a_cost_of_its_own():

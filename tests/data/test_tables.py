@@ -35,12 +35,13 @@ def csv(tmp_path):
         "a\tb\n1.5\tx\n2\ty\n",
         "a|b\r\n1.5|x\r\n2|y\r\n",
         '\ufeffa, b\n"1.5", x\n2, y\n',
+        "a ,b \n1.5 ,x \n2 ,y\n",
     ],
 )
 def test_delimiter_and_decimal_sign_are_detected(csv, text):
     frame = tables.read(csv(text))
     assert frame["a"].tolist() == [1.5, 2.0]
-    assert frame["b"].tolist() == ["x", "y"]
+    assert frame["b"].str.strip().tolist() == ["x", "y"]
 
 
 def test_files_of_old_encodings_are_read(csv):
@@ -62,6 +63,13 @@ def test_large_files_are_read_as_float32(csv, monkeypatch):
     assert frame["a"].iloc[-1] == "abc"
 
 
+def test_text_far_down_does_not_change_the_texts_above(csv):
+    cells = ["007"] * 200_000 + ["x"]
+    rows = [f"{cell},{'1.5,' * 4}" for cell in cells]
+    frame = tables.read(csv("a,b,c,d,e,f\n" + "\n".join(rows)))
+    assert frame["a"].unique().tolist() == ["007", "x"]
+
+
 def test_parquet_holds_the_same(tmp_path):
     pytest.importorskip("pyarrow")
     frame = pd.DataFrame({"a": [1.0, None], "b": ["x", "y"]})
@@ -75,6 +83,7 @@ def test_parquet_holds_the_same(tmp_path):
         ("", "empty"),
         ("a,b\n", "no rows"),
         ("1,2\n3,4\n", "first line"),
+        ("a,y,y\n1,2,2\n", "two columns 'y'; rename one"),
         ("a,b\n1,2\n1,2,3,4\n", "line 3"),
     ],
 )
@@ -382,4 +391,4 @@ def test_a_million_rows_take_little_more_than_pandas_itself(tmp_path):
             Encoder.fit(table).transform(table)
         ratios.append((time.process_time() - start) / plain)
     # Of turns, so that other programs slow both
-    assert np.median(ratios) < 3
+    assert np.median(ratios) < 2.5

@@ -143,6 +143,25 @@ def test_a_page_shows_what_its_cells_printed_and_drew(tmp_path: Path):
     assert "(one.ipynb)" in made
 
 
+def test_a_page_shows_a_moving_picture_that_a_cell_saved(tmp_path: Path):
+    code = (
+        "import matplotlib.pyplot as plt\n"
+        "from matplotlib.animation import FuncAnimation\n"
+        "figure, ax = plt.subplots(figsize=(1, 1))\n"
+        "moving = FuncAnimation(figure, lambda k: ax.plot([0, k]), 3)\n"
+        "moving.save('a-line-turns.webp', 'pillow')\n"
+        "plt.close(figure)"
+    )
+    page = f"# One\n\n{CELL.format(code)}\nWords.\n\n{CELL.format('x = 1')}"
+    done = build(tmp_path, "tutorials.py", tutorials__one=page)
+    assert done.returncode == 0, done.stderr
+    made = tmp_path / "made" / "tutorials"
+    assert b"ANIM" in (made / "one-1-a-line-turns.webp").read_bytes()
+    shown = (made / "one.html").read_text("utf-8")
+    assert shown.count('src="one-1-a-line-turns.webp"') == 1
+    assert 'alt="A line turns"' in shown
+
+
 def test_a_tutorial_is_a_notebook_with_the_same_cells():
     for page in (ROOT / "docs" / "tutorials").glob("*.md"):
         text = page.read_text("utf-8")

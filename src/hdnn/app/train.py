@@ -218,6 +218,15 @@ class Data:
     source: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def project(self, directions: Any) -> None:
+        """See the inputs of a wide table in fewer directions."""
+        if directions is None or self.points is None:
+            return
+        D = torch.tensor(directions).T
+        for part, (x, t) in self.parts.items():
+            self.parts[part] = (x @ D, t)
+        self.points = self.points @ D
+
     def note(self) -> dict[str, Any] | None:
         """The columns, which the file of the model remembers."""
         if self.encoder is None:
@@ -323,11 +332,11 @@ class Table(NamedTuple):
 
     def encoded(self, encoder: Any) -> Data:
         """The rows as an encoder gives them."""
-        x = torch.from_numpy(encoder.transform(self.inputs, "float32"))
-        t = torch.from_numpy(self.labels)
-        train = (x[self.train], t[self.train])
-        test = (x[self.test], t[self.test])
-        return rows_to_learn((*train, *test), encoder, self.target)
+        rows: list[Tensor] = []
+        for part in (self.train, self.test):
+            x = encoder.transform(self.inputs.iloc[part], "float32")
+            rows += [torch.from_numpy(x), torch.from_numpy(self.labels[part])]
+        return rows_to_learn(rows, encoder, self.target)
 
 
 def load_points(name: str, seed: int) -> Data:
@@ -413,29 +422,29 @@ class TableJob(Job):
 
     def __init__(self, config: TableConfig) -> None:
         config = replace(config, device=find_device(config.device))
-        table = Table.read(config)
-        target = table.target
-        self.estimator = estimator(config, target.classes)
-        labels = table.labels[table.train]
-        if not target.classes:
-            labels = target.decode(labels[:, 0])
-        frame = table.inputs.iloc[table.train]
-        rows = self.estimator._read(frame, labels, None)
+        self.data = load(config)
+        encoder = self.data.encoder
+        self.estimator = estimator(config, self.data.target.classes)
+        self.estimator.encoder_ = encoder
+        x, t = self.data.parts["train"]
+        labels = self.data.truth(t)
+        self.estimator._begin(labels)
+        rows = self.estimator._rows(x, labels)
         self.choice = self.estimator._choose(rows)
         self.rows = self.estimator._model_for(rows, self.choice)
         self.model = self.estimator.model_
-        encoder = self.estimator.encoder_
+        self.data.project(encoder.directions)
         if self.choice.decay is None:
             encoder.notes.append(
                 "a linear model does better on held-out rows: the network is kept small."
             )
-        self.data = table.encoded(encoder)
+            self.data.facts["notes"] = list(encoder.notes)
         options = {k: getattr(self.estimator, k) for k in NETWORK_OPTIONS}
         options["features"] = self.model.net.features
         if config.network == "mlp":
             options["T"] = None
         options["data"] = os.path.abspath(config.data)
-        options["task"] = target.task
+        options["task"] = self.data.target.task
         options["weight_decay"] = self.choice.decay
         self.config = replace(config, **options)
 

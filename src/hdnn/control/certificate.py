@@ -177,13 +177,13 @@ class LoopCertificate:
         if math.isfinite(self.gain):
             gain = f"at most {self.gain:.3g}"
         return (
-            f"energy balance: {answer} in {self.steps} steps from {self.samples} states of "
-            f"{self.agents} agents (error {self.violation:.1e} of the energy)\n"
-            f"dissipated in a step: at least {self.dissipated:.3g}\n"
-            f"raised by new weights: {self.raised:.3g} (at most {self.bound:.3g}; after the "
-            "horizon nothing)\n"
-            f"gain from outside forces to outputs: {gain}\n"
-            f"norm(dy_T/dy_t): {norms}"
+            f"energy balance  {answer} in {self.steps} steps from {self.samples} states of "
+            f"{self.agents} agents, to {self.violation:.1e}\n"
+            f"energy lost     at least {self.dissipated:.3g} in each step\n"
+            f"new weights     add {self.raised:.3g} at most, of {self.bound:.3g} that they could; "
+            "after the horizon nothing\n"
+            f"gain            {gain}, from outside forces to outputs\n"
+            f"gradients       norm(dy_T/dy_t) {norms}"
         )
 
 

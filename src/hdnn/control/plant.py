@@ -179,12 +179,13 @@ def robots(
     spring: float = 1.0,
     damping: float = 0.2,
 ) -> Plant:
-    """Point masses in the plane or in space, each pulled to its target by a spring and damped.
+    """Point masses, each pulled to its target by a spring and damped.
 
-    The states of a robot are its position and its momentum; its inputs are forces.
+    They move on a line, in the plane or in space: targets have one, two or three coordinates. The
+    states of a robot are its position and its momentum; its inputs are forces.
 
     Args:
-        targets: `(N, d)`, with d = 2 in the plane.
+        targets: `(N, d)`.
         mass: of each robot.
         spring: the force to the target for each unit of distance.
         damping: the force against each unit of velocity.

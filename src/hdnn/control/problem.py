@@ -30,7 +30,8 @@ class LoopProblem:
         loop: the agents and their controllers, whose weights a training changes.
         z: states of the plants at the start, `(N, p)`.
         xi: states of the controllers at the start: a number, `(c,)` or `(N, c)`.
-        cost: a `Cost`, or any function of the loop and a trajectory.
+        cost: a `Cost`, or any function of the loop and a trajectory `(steps + 1, *batch, N, n)`
+            that returns one number.
         radius: agents start within it of z, in each coordinate of their positions.
         collision: two agents that are closer collide; 0 if they cannot.
 

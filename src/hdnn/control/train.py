@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdnn.control.certificate import LoopCertificate
 from hdnn.control.cost import squared_distances
@@ -41,7 +42,8 @@ class LoopTraining:
     and Adam takes a step. The rate rises for 10 iterations, then falls to 2% as a cosine.
 
     With a folder, a training that was interrupted or killed goes on to the very bits that it would
-    have had: make the problem again, and give the folder with `resume=True`.
+    have had: make the problem again, and give the folder with `resume=True`. A cost that is a
+    function is known by its name alone.
 
     Args:
         problem: its controllers are trained.
@@ -159,13 +161,15 @@ class LoopTraining:
         self.optimizer.zero_grad()
         trajectory = self.loop(self.starts(self.done))
         cost, terms = self._cost(trajectory)
-        value = float(cost.detach())
-        if not math.isfinite(value):
-            raise ConvergenceError(
-                f"the cost is not finite in iteration {self.done + 1}; lower the rate, or the "
-                "weights of the cost."
-            )
         cost.backward()
+        value = cost.item()
+        # Clipping at infinity only measures: the sum of all sizes.
+        size = nn.utils.clip_grad_norm_(self.loop.parameters(), math.inf, 1.0)
+        if not math.isfinite(value + size):
+            raise ConvergenceError(
+                f"the cost is {value:.4g} in iteration {self.done + 1}, its gradient of size "
+                f"{size:.4g}; both must be finite: lower the rate, or correct the cost."
+            )
         self.optimizer.step()
         self.done += 1
         numbers = {"cost": value, **terms, "rate": rate}
@@ -178,12 +182,21 @@ class LoopTraining:
 
     def _cost(self, trajectory: Tensor) -> tuple[Tensor, dict[str, float]]:
         cost: Any = self.problem.cost
-        if not hasattr(cost, "terms"):
-            return cost(self.loop, trajectory), {}
-        terms = cost.terms(self.loop, trajectory)
-        total = torch.stack([*terms.values()])
-        values = zip(terms, total.tolist(), strict=True)
-        return total.sum(), dict(values)
+        if hasattr(cost, "terms"):
+            terms = cost.terms(self.loop, trajectory)
+            total = torch.stack([*terms.values()])
+            values = zip(terms, total.tolist(), strict=True)
+            return total.sum(), dict(values)
+        total = cost(self.loop, trajectory)
+        if isinstance(total, Tensor):
+            able = total.requires_grad
+            if able and total.numel() == 1:
+                return total, {}
+            total = f"a tensor {tuple(total.shape)} with requires_grad={able}"
+        raise OptionError(
+            "cost must return one number with a gradient, such as a mean over the trajectory, but "
+            f"returned {total}."
+        )
 
     # The checkpoint
 
@@ -194,7 +207,8 @@ class LoopTraining:
             "batch": self.batch,
             "rate": self.rate,
             "seed": self.seed,
-            "cost": str(self.problem.cost),
+            # A function is known by its name; its address changes.
+            "cost": re.sub(" at 0x[0-9a-f]+", "", str(self.problem.cost)),
             "radius": self.problem.radius,
             "start": checkpoint.digest([self.problem.z, self.problem.xi]),
             "weights": checkpoint.digest(self.loop.state_dict().values()),

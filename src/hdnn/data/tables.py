@@ -13,10 +13,8 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +24,7 @@ from hdnn.errors import DataError, OptionError, TableWarning, choose, require
 require("pandas", extra="sklearn")
 
 import pandas as pd  # noqa: E402
+from scipy.special import ndtri  # noqa: E402
 
 __all__ = ["Encoder", "Target", "class_weights", "hold_out", "read"]
 
@@ -45,12 +44,17 @@ HALF = 0.5
 IDENTIFIER = re.compile(
     r"(.*[_ .-])?(u?u?id|index|idx|key|nr|no|row|number)|unnamed.*|", re.I
 )
-DRESSED = re.compile(r"\(?[+-]?\s*[$€£¥]?\s*[+-]?[\d.,'\s]*\d\s*[$€£¥%]?\)?")
-COMMA = r"^[^,]*,(?:\d{1,2}|\d{4,})\D*$"  # a decimal comma
+SAMPLED = 100_000  # rows that a median is taken of
+SIGNS = (
+    ".",
+    ",",
+)  # of decimals; numbers may be dressed as '$1,234' or '(12 %)'
 SEPARATED = r"\w.*[-/. ].*[-/. ].*\d"  # as the three parts of a date are
 DAYS = ("%m %d %Y", "%d %m %Y", "%Y %m %d", "%d %b %Y", "%b %d %Y")
 SHORT = ("%m %d %y", "%d %m %y", "%d %b %y", "%d %B %Y", "%B %d %Y")
 TIMES = ("", " %H:%M", " %H:%M:%S")
+ISO = "ISO8601"
+DATES = (ISO, *map("".join, itertools.product(DAYS + SHORT, TIMES)))
 
 
 class CellTypeError(DataError, TypeError):
@@ -80,9 +84,7 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
         )
     try:
         frame = READERS[suffix](path)
-    except ImportError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise DataError(
             f"{path} cannot be read as a table: {reason[:200]}"
@@ -100,35 +102,45 @@ def _read_csv(path: Path) -> pd.DataFrame:
     end = raw.rfind(b"\n") + 1
     encoding = _encoding(raw[: end or None])
     text = raw.decode(encoding, "ignore")
-    lines = text.splitlines()
-    lines = [line for line in lines if line.strip()][:100]
+    lines = [line for line in text.splitlines() if line.strip()][:100]
     if not lines:
-        raise DataError(f"{path} is empty.")
+        raise DataError("it is empty.")
     separator = _delimiter(lines)
+    first = next(csv.reader(lines, delimiter=separator))
+    names = [name.strip() for name in first]
+    if all(re.fullmatch(r"-?[\d.]+", name) for name in names):
+        raise DataError(
+            "it has numbers in its first line, which must name the columns."
+        )
+    twice = {name for name in names if name and names.count(name) > 1}
+    if twice:
+        raise DataError(f"it names two columns {min(twice)!r}; rename one.")
     options: dict[str, Any] = {
         "sep": separator,
         "encoding": encoding,
         "skipinitialspace": True,
         "na_values": list(MISSING),
-        "low_memory": False,
     }
-    if separator != "," and _has(",", lines) and not _has(".", lines):
+    has_comma, has_point = (
+        re.search(
+            rf"""^(.*[;|\t])?["\s]*-?\d+{mark}\d+["\s]*($|[;|\t])""", text, re.M
+        )
+        for mark in (",", r"\.")
+    )
+    if separator != "," and has_comma and not has_point:
         options["decimal"] = ","
-    frame = None
+    types = {}
     if path.stat().st_size > LARGE:
         first = pd.read_csv(path, nrows=1000, **options)
-        dtype = dict.fromkeys(
-            first.columns[first.dtypes == "float64"], "float32"
-        )
-        with suppress(ValueError):  # text further down
-            frame = pd.read_csv(path, dtype=dtype, **options)
-    if frame is None:
-        frame = pd.read_csv(path, **options)
-    if all(re.fullmatch(r"-?[\d.]+", str(name)) for name in frame.columns):
-        raise DataError(
-            f"{path} has numbers in its first line; it must name the columns."
-        )
-    return frame
+        is_float = first.dtypes == "float64"
+        types = dict.fromkeys(first.columns[is_float], "float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.DtypeWarning)
+        try:
+            frame = pd.read_csv(path, dtype=types, **options)
+        except (ValueError, pd.errors.DtypeWarning):  # text further down
+            frame = pd.read_csv(path, low_memory=False, **options)
+    return frame.rename(columns=str.strip)
 
 
 def _encoding(raw: bytes) -> str:
@@ -139,12 +151,6 @@ def _encoding(raw: bytes) -> str:
     except UnicodeDecodeError:
         return "latin-1"
     return "utf-8-sig"
-
-
-def _has(mark: str, lines: Sequence[str]) -> bool:
-    """True if some cell is a number with this decimal sign."""
-    cell = re.compile(rf"""(^|[;|\t])["\s]*-?\d+[{mark}]\d+["\s]*([;|\t]|$)""")
-    return any(cell.search(line) for line in lines[1:])
 
 
 def _delimiter(lines: Sequence[str]) -> str:
@@ -221,8 +227,8 @@ class Encoder:
         encoder = cls()
         for name in frame.columns:
             series: Series = frame[name]
-            if missing == "refuse" and series.isna().any():
-                gaps = series.isna().to_numpy()
+            gaps = series.isna().to_numpy()
+            if missing == "refuse" and gaps.any():
                 row = int(gaps.argmax()) + 1
                 raise DataError(
                     f"column {name!r}, row {row}: the value is missing."
@@ -242,23 +248,19 @@ class Encoder:
         weight: np.ndarray | None,
     ) -> None:
         """Add a column, or a note that says why it is left out."""
-        gaps = bool(series.isna().any())
-        column = {"name": name, "gaps": gaps}
-        if series.isna().all():
+        is_gap = series.isna()
+        if is_gap.all():
             self._leave_out(name, "has no value")
             return
+        column = {"name": name, "gaps": bool(is_gap.any())}
         if categorical or series.dtype == "category":
             column["kind"] = "category"
         else:
             column |= _described(name, series)
         if column["kind"] == "category":
             self._learn_categories(column, series, categorical, weight)
-            return
-        numbers = _numbers(column, series)
-        if IDENTIFIER.fullmatch(name) and _counts(numbers):
-            self._leave_out(name, "only numbers the rows")
         else:
-            self._learn_numbers(column, numbers, weight)
+            self._learn_numbers(column, _numbers(column, series), weight)
 
     def _leave_out(self, name: str, reason: str) -> None:
         self.notes.append(f"column {name!r} {reason} and is left out.")
@@ -270,10 +272,10 @@ class Encoder:
         categorical: bool,
         weight: np.ndarray | None,
     ) -> None:
-        texts = _texts(series)
-        values = sorted(texts.dropna().unique())
+        codes, texts = _cells(series)
+        values, place = np.unique(texts, return_inverse=True)
         name = column["name"]
-        many = len(values) > FEW and len(values) > len(texts) / 2
+        many = len(values) > FEW and len(values) > len(codes) / 2
         if not categorical and (many or len(values) > MOST):
             self._leave_out(
                 name,
@@ -283,10 +285,11 @@ class Encoder:
         elif len(values) == 1 and not column["gaps"]:
             self._leave_out(name, "is the same in every row")
         else:
-            cells = texts.to_numpy()
-            shares = [_mean(cells == value, weight) for value in values]
-            column["values"] = values
-            column["shares"] = shares
+            place = np.append(place, len(values))  # of missing cells
+            counts = np.bincount(place[codes], weight, len(values) + 1)
+            shares = counts / counts.sum()
+            *column["shares"], column["share"] = shares.tolist()
+            column["values"] = values.tolist()
             self.columns.append(column)
 
     def _learn_numbers(
@@ -296,8 +299,12 @@ class Encoder:
         weight: np.ndarray | None,
     ) -> None:
         name = column["name"]
+        if IDENTIFIER.fullmatch(name) and _counts(numbers):
+            self._leave_out(name, "only numbers the rows")
+            return
         present = numbers[~np.isnan(numbers)]
-        fill = float(np.median(present))
+        step = len(present) // SAMPLED + 1
+        fill = float(np.median(present[::step]))
         filled = np.where(np.isnan(numbers), fill, numbers)
         with np.errstate(over="ignore", invalid="ignore"):
             center = _mean(filled, weight)
@@ -325,8 +332,9 @@ class Encoder:
         if self.directions is not None:
             count = len(self.directions)
             return [f"direction {number + 1}" for number in range(count)]
-        names = map(_input_names, self.columns)
-        return list(itertools.chain.from_iterable(names))
+        return [
+            name for column in self.columns for name in _input_names(column)
+        ]
 
     @property
     def sources(self) -> list[str]:
@@ -346,18 +354,22 @@ class Encoder:
         is none of the known ones, a new gap is the median.
         """
         width = len(self.sources)
-        inputs = np.empty((len(frame), width), dtype)
+        inputs = np.empty((width, len(frame)), dtype)
         position = 0
         for column in self.columns:
             series = _column(frame, column["name"])
             is_category = column["kind"] == "category"
             encode = _encode_categories if is_category else _encode_numbers
             for values in encode(column, series):
-                inputs[:, position] = values
+                inputs[position] = values
+                position += 1
+            if column["gaps"]:
+                gaps = series.isna().to_numpy()
+                inputs[position] = (gaps - column["share"]) / HALF
                 position += 1
         if self.directions is not None:
-            return inputs @ np.array(self.directions, dtype).T
-        return inputs
+            inputs = np.array(self.directions, dtype) @ inputs
+        return inputs.T
 
     def config(self) -> dict[str, Any]:
         """All that was learned, as JSON can hold it: `Encoder(**config)` is this encoder."""
@@ -385,50 +397,44 @@ def _column(frame: pd.DataFrame, name: str) -> Series:
 
 def _described(name: str, series: Series) -> dict[str, Any]:
     """The name of a column, its kind, and the form of its numbers or dates."""
-    kind = _kind(name, series)
-    form = _form(kind, series)
+    if pd.api.types.is_numeric_dtype(series):
+        form = "."
+    else:
+        _, texts = _cells(series)
+        form = _form(texts)
+    kind = "category"
+    if form:
+        kind = "number" if form in SIGNS else "date"
     return {"name": name, "kind": kind, "form": form}
 
 
-def _kind(name: str, series: Series) -> str:
-    """'number', 'date' or 'category', from the type of a column and the texts in it."""
-    if _is_plain(series):
-        is_number = pd.api.types.is_numeric_dtype(series)
-        return "number" if is_number else "date"
-    present = series.dropna()
-    sample = present.iloc[:: len(present) // 1000 + 1]
-    texts = [str(value).strip() for value in sample]
-    if all(isinstance(value, bool) for value in sample):
-        return "number"
-    for value in sample:
-        if isinstance(value, (list, dict, set, tuple)):
-            raise CellTypeError(
-                f"column {name!r} holds a {type(value).__name__}, but a cell of this argument must "
-                "be a string or a number; leave the column out."
-            )
-    most = len(texts) / 2
-    separated = [text for text in texts if re.search(SEPARATED, text)]
-    if len(separated) > most:
-        dates = pd.Series(separated, dtype=str)
-        days = _days(dates, _form("date", dates))
-        if np.isfinite(days).sum() > most:
-            return "date"
-    dressed = [text for text in texts if DRESSED.fullmatch(text)]
-    if len(dressed) > most:
-        return "number"
-    return "category"
+def _form(texts: Series) -> str:
+    """The decimal sign of numbers, or the order of the parts of dates; "" for other texts."""
+    sample = texts.iloc[:1000]
+    dates = sample[sample.str.contains(SEPARATED)]
+    tries = (DATES, dates, len(sample)), (SIGNS, texts, len(texts))
+    for forms, cells, total in tries:
+        if 2 * len(cells) > total:
+            counts = [np.isfinite(_parsed(cells, form)).sum() for form in forms]
+            best = int(np.argmax(counts))
+            if 2 * counts[best] > total:
+                return forms[best]
+    return ""
 
 
 def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray:
     """The numbers in a column, or its dates as days; NaN where they are missing."""
-    if column["kind"] == "date":
-        values = _days(series, column["form"])
-    elif pd.api.types.is_numeric_dtype(series):
+    types = pd.api.types
+    is_date = column["kind"] == "date"
+    if is_date and types.is_datetime64_any_dtype(series):
+        values = _days(series, ISO)
+    elif types.is_numeric_dtype(series) and not is_date:
         values = series.to_numpy(np.float64, na_value=np.nan)
     else:
-        values = _plain_numbers(series, column["form"])
-    present = series.notna().to_numpy()
-    wrong = np.isnan(values) & present
+        codes, texts = _cells(series)
+        parsed = _parsed(texts, column["form"])
+        values = np.append(parsed, np.nan)[codes]
+    wrong = np.isnan(values) & series.notna().to_numpy()
     wrong |= np.isinf(values)
     if wrong.any():
         row = int(wrong.argmax())
@@ -440,75 +446,48 @@ def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray:
     return values
 
 
-def _form(kind: str, series: Series) -> str:
-    """The order of the parts of dates, or "," where that is the decimal sign."""
-    if kind == "category" or _is_plain(series):
-        return ""
-    texts = _stripped(series).dropna()
-    if kind == "number":
-        return "," if texts.str.contains(COMMA).any() else "."
-    sample = texts.iloc[:1000]
-    if _dates(sample, "ISO8601").notna().mean() > 0.5:
-        return "ISO8601"
-    forms = map("".join, itertools.product(DAYS + SHORT, TIMES))
-    return max(forms, key=lambda form: _dates(sample, form).count())
+def _cells(series: Series) -> tuple[np.ndarray, Series]:
+    """The position of each cell among the different texts of a column (-1: missing), and these.
+
+    1 and 1.0 are one text.
+    """
+    try:
+        codes, values = pd.factorize(series)
+    except TypeError as error:
+        raise CellTypeError(
+            f"column {series.name!r} holds a list or the like ({error}), but a cell of this "
+            "argument must be a string or a number; leave the column out."
+        ) from error
+    values = pd.Series(np.asarray(values)).infer_objects()
+    if values.dtype.kind in "iuf":
+        texts = pd.Series([f"{value:.15g}" for value in values], dtype="str")
+    else:
+        texts = values.astype("str").str.strip()
+    return codes, texts
 
 
-def _is_plain(series: Series) -> bool:
-    """True for numbers and dates that pandas knows as such."""
-    types = pd.api.types
-    is_date = types.is_datetime64_any_dtype(series)
-    is_period = isinstance(series.dtype, pd.PeriodDtype)
-    return is_date or is_period or types.is_numeric_dtype(series)
-
-
-def _stripped(series: Series) -> Series:
-    texts = series.astype("str").str.strip()
-    return texts.where(series.notna())
-
-
-def _plain_numbers(series: Series, form: str) -> np.ndarray:
-    """Numbers of texts such as '$1,234', '(12 %)', '1,5' and '1.234,5'."""
-    texts = _stripped(series).str.replace(r"[\s$€£¥%')]", "", regex=True)
+def _parsed(texts: Series, form: str) -> np.ndarray:
+    """Numbers of texts such as '$1,234', '(12 %)', '1,5' and '1.234,5', or days of dates."""
+    if form not in SIGNS:
+        return _days(texts, form)
+    other = SIGNS[form == "."]
+    thousands = rf"\{other}(?=\d{{3}}(?:\D|$))"
+    texts = texts.str.replace(r"[\s$€£¥%')]", "", regex=True)
     texts = texts.str.replace("(", "-", regex=False)
-    if form == ",":
-        texts = texts.str.replace(".", "", regex=False)
-        texts = texts.str.replace(",", ".", regex=False)
-    texts = texts.str.replace(",", "", regex=False)
+    texts = texts.str.replace(thousands, "", regex=True)
+    texts = texts.str.replace(form, ".", regex=False)
     numbers: Series = pd.to_numeric(texts, errors="coerce")
     return numbers.to_numpy(np.float64)
 
 
-def _days(series: Series, form: str) -> np.ndarray:
+def _days(dates: Series, form: str) -> np.ndarray:
     """Dates as days since 1970, NaN where they are missing or no dates."""
-    if isinstance(series.dtype, pd.PeriodDtype):
-        series = series.dt.to_timestamp()
-    if not pd.api.types.is_datetime64_any_dtype(series):
-        series = _dates(_stripped(series), form or "ISO8601")
-    times = pd.to_datetime(series, utc=True)
+    if form != ISO:
+        dates = dates.str.replace(r"[-/., ]+", " ", regex=True)
+    times = pd.to_datetime(dates, format=form, errors="coerce", utc=True)
     origin = pd.Timestamp(0, tz="UTC")
     days = (times - origin) / pd.Timedelta(days=1)
     return days.to_numpy(np.float64)
-
-
-def _dates(texts: Series, form: str) -> Series:
-    if form != "ISO8601":
-        texts = texts.str.replace(r"[-/., ]+", " ", regex=True)
-    return pd.to_datetime(texts, format=form, errors="coerce", utc=True)
-
-
-def _texts(series: Series) -> Series:
-    """Categories as texts; 1 and 1.0 are one category."""
-    if series.dtype == "category":
-        series = series.astype(series.cat.categories.dtype)
-    types = pd.api.types
-    is_bool = types.is_bool_dtype(series)
-    if types.is_numeric_dtype(series) and not is_bool:
-        names = {value: f"{value:.15g}" for value in series.dropna().unique()}
-        texts = series.map(names)
-    else:
-        texts = _stripped(series)
-    return texts.astype("object")
 
 
 def _counts(numbers: np.ndarray) -> bool:
@@ -521,8 +500,7 @@ def _counts(numbers: np.ndarray) -> bool:
 def _ranks(numbers: np.ndarray) -> list[list[float]]:
     """Quantiles of a column, and the normal score of each."""
     shares = (np.arange(RANKS) + 0.5) / RANKS
-    normal = NormalDist()
-    scores = np.array([normal.inv_cdf(share) for share in shares])
+    scores = ndtri(shares)
     steps = np.linspace(0, 1, RANKS)
     quantiles = np.quantile(numbers, steps)
     values, position = np.unique(quantiles, return_inverse=True)
@@ -554,15 +532,12 @@ def _encode_numbers(
         yield np.interp(filled, *column["ranks"])
     else:
         yield (filled - column["center"]) / column["scale"]
-    if column["gaps"]:
-        yield (gaps - column["share"]) / HALF
 
 
 def _encode_categories(
     column: Mapping[str, Any], series: Series
 ) -> Iterable[np.ndarray]:
-    values = pd.Index(column["values"])
-    codes = values.get_indexer(_texts(series))
+    codes = _codes(column["values"], series)
     gaps = series.isna().to_numpy()
     unknown = (codes < 0) & ~(gaps & column["gaps"])
     if unknown.any():
@@ -574,9 +549,13 @@ def _encode_categories(
         )
     for code, share in enumerate(column["shares"]):
         yield ((codes == code) - share) / HALF
-    if column["gaps"]:
-        share = max(0.0, 1 - sum(column["shares"]))
-        yield (gaps - share) / HALF
+
+
+def _codes(values: Sequence[str], series: Series) -> np.ndarray:
+    """The position of each cell among texts; -1 where it is none of them."""
+    codes, texts = _cells(series)
+    places = pd.Index(values, dtype="str").get_indexer(texts)
+    return np.append(places, -1)[codes]
 
 
 def _warn(column: Mapping[str, Any], message: str) -> None:
@@ -621,16 +600,16 @@ class Target:
                 )
             center = float(values.mean())
             return cls(name, task, center=center, scale=scale)
-        texts = _texts(series)
-        classes = _sorted(texts.unique())
+        _, texts = _cells(series)
+        classes = _sorted(set(texts))
         if len(classes) < 2:
             raise DataError(
                 f"the target {name!r} has one class only, {classes[0]!r}; two are needed."
             )
-        most = max(FEW, len(texts) // 2)
+        most = max(FEW, len(series) // 2)
         if len(classes) > min(MANY, most):
             raise DataError(
-                f"the target {name!r} has {len(classes)} different values in {len(texts)} rows, "
+                f"the target {name!r} has {len(classes)} different values in {len(series)} rows, "
                 f"such as {classes[0]!r}, too many for classes; is it the right column?"
             )
         return cls(name, task, classes)
@@ -642,7 +621,7 @@ class Target:
         if self.task == "regression":
             values = _values(self.name, series)
             return (values - self.center) / self.scale
-        labels = pd.Index(self.classes).get_indexer(_texts(series))
+        labels = _codes(self.classes, series)
         if (labels < 0).any():
             row = int((labels < 0).argmax())
             value = series.iloc[row]
@@ -664,9 +643,10 @@ class Target:
 
 
 def _values(name: str, series: Series) -> np.ndarray:
-    form = _form("number", series)
-    column = {"name": name, "kind": "number", "form": form}
-    return np.asarray(_numbers(column, series))
+    column = _described(name, series)
+    if column["form"] not in SIGNS:
+        column = {"name": name, "kind": "number", "form": "."}
+    return _numbers(column, series)
 
 
 def _check_target(name: str, series: Series) -> None:
@@ -707,18 +687,13 @@ def hold_out(
     """Row numbers to train on and to hold out; of each class alike, one row at least stays."""
     random = np.random.default_rng(seed)
     labels = t if classes else np.zeros(len(t))
-    train = []
-    held = []
+    is_held = np.zeros(len(t), bool)
     for label in np.unique(labels):
         group = np.flatnonzero(labels == label)
-        shuffled = random.permutation(group)
         size = len(group)
         count = min(round(fraction * size), size - 1)
-        held.append(shuffled[:count])
-        train.append(shuffled[count:])
-    rows = np.concatenate(train)
-    apart = np.concatenate(held)
-    return np.sort(rows), np.sort(apart)
+        is_held[random.permutation(group)[:count]] = True
+    return np.flatnonzero(~is_held), np.flatnonzero(is_held)
 
 
 def class_weights(
@@ -729,21 +704,19 @@ def class_weights(
     """The weight of each row: "balanced", or a number for each class (1 where none is named)."""
     if weight is None:
         return None
-    if isinstance(weight, str):
+    if isinstance(weight, Mapping):
+        unknown = set(weight).difference(classes)
+        if unknown:
+            shown = ", ".join(map(repr, classes[:8]))
+            raise OptionError(
+                f"class_weight names {min(unknown)!r}, but the classes are {shown}."
+            )
+        factors = np.array([weight.get(name, 1.0) for name in classes])
+    else:
         choose("class_weight", weight, ("balanced",))
         counts = np.bincount(labels, minlength=len(classes))
-        present = np.maximum(counts, 1)
-        factors = len(labels) / (len(classes) * present)
-    else:
-        for name in weight:
-            if name not in classes:
-                shown = ", ".join(map(repr, classes[:8]))
-                raise OptionError(
-                    f"class_weight names {name!r}, but the classes are {shown}."
-                )
-        factors = np.array([weight.get(name, 1.0) for name in classes])
-    finite = np.isfinite(factors).all()
-    if not finite or factors.min() < 0 or not factors.any():
+        factors = len(labels) / (len(classes) * np.maximum(counts, 1))
+    if not (factors.min() >= 0 and 0 < factors.sum() < np.inf):
         raise OptionError(
             f"class_weight must be finite, >= 0 and not all 0, but got {weight!r}."
         )

@@ -386,7 +386,16 @@ class Network(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         """The last state, computed from the first; both are `(*batch, n)`."""
-        return self._run(y)
+        self._check_features(y)
+        return functional.run(
+            self.scheme,
+            y,
+            self.forces(),
+            getattr(self, "h", 1.0),
+            activation=self.activation,
+            engine=None if self.engine == "auto" else self.engine,
+            backprop=None if self.backprop == "auto" else self.backprop,
+        )
 
     def _check_features(self, y: Tensor) -> None:
         if isinstance(y, Tensor) and y.ndim and y.shape[-1] != self.features:
