@@ -142,7 +142,7 @@ def test_patterns_that_do_not_fit_are_sentences(arguments, message):
 
 def test_features_that_nodes_cannot_share_are_a_sentence():
     with pytest.raises(
-        OptionError, match="7 features cannot be divided equally among 2"
+        OptionError, match="7 features cannot be split equally among 2"
     ):
         Sparsity(torch.eye(2)).node_sizes(7)
 

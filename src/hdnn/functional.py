@@ -505,8 +505,7 @@ def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
     n = y.shape[-1]
     if scheme.halves and n % 2:
         raise ShapeError(
-            f"y is split into halves (p, q), so its number of features must be even, but n = {n}; "
-            "add a zero (hdnn.heads.Augment)."
+            f"y has {n} features, but (p, q) needs an even number; add a zero (hdnn.heads.Augment)."
         )
     size = n // 2 if scheme.halves else n
     K = forces[0].K
@@ -520,8 +519,7 @@ def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
     cast = y.is_meta or torch.is_autocast_enabled(y.device.type)
     if K.device != y.device:
         raise ShapeError(
-            f"y is on {y.device}, but the weights are on {K.device}; "
-            "use .to(device) on one of them."
+            f"y is on {y.device}, but the weights are on {K.device}; use .to(device) on one."
         )
     if K.dtype != y.dtype and not cast:
         raise DtypeError(

@@ -324,8 +324,7 @@ class Sparsity:
             return self.sizes
         if features % self.nodes:
             raise OptionError(
-                f"{features} features cannot be divided equally among {self.nodes} nodes; give "
-                "sizes."
+                f"{features} features cannot be split equally among {self.nodes} nodes; give sizes."
             )
         return (features // self.nodes,) * self.nodes
 

@@ -289,8 +289,7 @@ def unused(seen: Examination) -> Iterator[Finding]:
     yield Finding(
         "unused",
         layers[0],
-        f"{', '.join(layers[:5])}{more}: not called on these inputs, and the output does not "
-        "depend on their weights.",
+        f"{', '.join(layers[:5])}{more}: not called on these inputs; the output ignores them.",
         {"parameters": float(len(seen.unused))},
         fault=False,
         layers=tuple(layers),

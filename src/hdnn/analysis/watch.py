@@ -218,9 +218,8 @@ class GradientMonitor(Watcher):
         if small:
             self.warn(
                 "vanish",
-                f"gradients vanish: for half of the samples, less than {VANISHED:g} of the "
-                f"gradient is left from layer {max(small)} down; H2 and its relatives cannot do "
-                "that.",
+                f"gradients vanish: half of the samples keep less than {VANISHED:g} of the "
+                f"gradient from layer {max(small)} down; H2 and its relatives cannot do that.",
             )
         if record.missing:
             self.warn(

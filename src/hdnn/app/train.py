@@ -541,8 +541,7 @@ class ImageJob(Job):
         settings = recipes.image_settings(*place, epochs=epochs)
         if not settings and (config.layers or config.T or config.activation):
             raise OptionError(
-                f"{config.network} has no Hamiltonian layers; leave out --layers, --T and "
-                "--activation."
+                f"{config.network} takes no --layers, --T or --activation."
             )
         settings |= pick(config, ("layers", "activation"))
         layers = settings.get("layers")

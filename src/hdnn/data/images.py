@@ -259,8 +259,7 @@ def _find(home: Path, name: str, candidates: tuple[str, ...]) -> Path:
             return home / candidate
     raise DataError(
         f"{name} is missing: there is no {candidates[0]} in {home}; download it with "
-        f"hdnn.data.download({name!r}, {str(home)!r}), or set HDNN_DATA to the folder that holds "
-        "it."
+        f"hdnn.data.download({name!r}, {str(home)!r}), or set HDNN_DATA to its folder."
     )
 
 

@@ -239,8 +239,7 @@ class Graph:
         """The R that leaves most weights free."""
         if self.S is None or self.nodes > MOST_DESIGNED:
             raise OptionError(
-                f"R is missing; without it, the graph needs edges and at most {MOST_DESIGNED} "
-                "nodes."
+                f"R is missing; without R, give edges and at most {MOST_DESIGNED} nodes."
             )
         designed = sparsity.design(_matrix(self.S), self.sizes)
         return sparsity.links_of(designed.R)

@@ -234,10 +234,7 @@ def check_drift(drift: Tensor, grads: list[Any]) -> list[Any]:
     if size <= torch.finfo(drift.dtype).eps ** 0.5:
         return grads
     advice = ADVICE if drift.dtype == torch.float64 else f"{ADVICE}, or float64"
-    event = (
-        'backprop="reversible" rebuilt the states from the last one, and the first of them is '
-        f"off by {size:.2g} of its size"
-    )
+    event = f'backprop="reversible" rebuilt the states; the first is off by {size:.2g} of its size'
     if size >= WORTHLESS:
         raise OptionError(
             f"{event}, so the gradients would be worthless; {advice}."

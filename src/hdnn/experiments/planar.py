@@ -404,8 +404,7 @@ def figure_gradients(options: Any) -> Result:
     page = [
         f"`{options.command}`, seed {options.seed}: norm(dy_N/dy_j) over {SAMPLES} test "
         f"points of the double moons, all layers j < N, every {options.every} steps of 960.",
-        "Norms are per sample: the norm of the mean matrix can be below 1 even if no sample's norm "
-        "is.",
+        "Norms are per sample; the norm of their mean matrix can be below 1 even if these are not.",
         "",
         *runner.markdown_table(WATCHED_COLUMNS, rows),
         "",

@@ -85,8 +85,7 @@ class MS2(Network):
         """`J = K^-T`: needs an invertible K, hence an even n."""
         if self.features % 2:  # then K is singular, which rounding would hide
             self._refuse(
-                "has no J for an odd number of features: a skew-symmetric K of odd size is "
-                "singular."
+                "has no J for an odd number of features: a skew K of odd size is singular."
             )
         K, b = self.stacks()
         return {"J": _inverse(K.mT), "K": K, "b": b}

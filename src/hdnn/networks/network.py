@@ -787,8 +787,7 @@ def step_size(
     """The step: one number or one per layer, from `step` or `h`, or from T with h = T/N."""
     if sum(value is not None for value in (step, h, T)) > 1:
         raise OptionError(
-            f"give either step (also called h) or T, where h = T/N, but not both: {step=}, {h=}, "
-            f"{T=}."
+            f"give step (also called h) or T, where h = T/N, not both: {step=}, {h=}, {T=}."
         )
     step = h if step is None else step
     if step is None:
