@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import hdnn
 from hdnn import functional, schemes
-from hdnn.errors import OptionError, ShapeError
+from hdnn.errors import DtypeError, OptionError, ShapeError
 from hdnn.schemes import Force
 
 y = torch.randn(5, 4)
@@ -48,6 +49,31 @@ FULL = torch.randn(3, 4, 4), torch.randn(3, 4)
 def test_tensors_that_do_not_fit_are_refused(call, words):
     with pytest.raises(ShapeError, match=words):
         call()
+
+
+def test_a_wrong_dtype_is_a_type_error_and_a_wrong_shape_is_not():
+    unit, block = hdnn.HamiltonianUnit(2, 1), hdnn.Leapfrog(torch.nn.Identity())
+    images = torch.zeros(1, 2, 3, 3)
+    for wrong_dtype in (
+        lambda: functional.h2(y.double(), K, K, b, b, 0.1),
+        lambda: functional.h2(y.long(), K, K, b, b, 0.1),
+        lambda: hdnn.H2(4, 3, dtype=torch.int64),
+        lambda: unit(images.double()),
+        lambda: block(y.long()),
+    ):
+        with pytest.raises(DtypeError) as refused:
+            wrong_dtype()
+        assert isinstance(refused.value, TypeError)
+        assert "torch." in str(refused.value)
+    for wrong_shape in (
+        lambda: functional.h2(torch.tensor(1.0), K, K, b, b, 0.1),
+        lambda: functional.h2(y[:, :3], K, K, b, b, 0.1),
+        lambda: unit(images[0]),
+        lambda: block(y[:, :3]),
+    ):
+        with pytest.raises(ShapeError) as refused:
+            wrong_shape()
+        assert not isinstance(refused.value, TypeError)
 
 
 @pytest.mark.parametrize(

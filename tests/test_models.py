@@ -129,7 +129,7 @@ def test_hdnn_star_compiles_into_one_graph():
     [
         (lambda: models.mnist_net("h3"), "not known"),
         (lambda: models.mnist_net("h1", -1), "layers"),
-        (lambda: models.hdnn_star(channels=(8, 4)), "must grow"),
+        (lambda: models.hdnn_star(channels=(8, 4)), "must not decrease"),
         (
             lambda: models.hdnn_star(layers=(6, 6)),
             "layers has 2 entries for 3 units",

@@ -118,7 +118,7 @@ def test_one_layer_sees_no_further_than_the_dependency_says():
     ("arguments", "message"),
     [
         ({"R": [[0, 1], [1, 0]]}, "R has a 0 on its diagonal"),
-        ({"R": [[1, 2], [1, 1]]}, "R must be .* hold 0 and 1 only"),
+        ({"R": [[1, 2], [1, 1]]}, "R must be .* contain only 0 and 1"),
         ({"R": [1, 1]}, r"R must be \(M, M\)"),
         ({"R": "ring"}, "R must be an"),
         (
@@ -142,7 +142,7 @@ def test_patterns_that_do_not_fit_are_sentences(arguments, message):
 
 def test_features_that_nodes_cannot_share_are_a_sentence():
     with pytest.raises(
-        OptionError, match="7 features cannot be shared alike by 2 nodes"
+        OptionError, match="7 features cannot be split equally among 2"
     ):
         Sparsity(torch.eye(2)).node_sizes(7)
 

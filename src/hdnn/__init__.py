@@ -123,7 +123,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """A module or a name of hdnn, imported now."""
+    """A module or a name of hdnn, imported on first use."""
     if name in MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     homes = HOMES if name in __all__ else ()
@@ -134,7 +134,7 @@ def __getattr__(name: str) -> object:
         if hasattr(module, name):
             return getattr(module, name)
     raise AttributeError(
-        f"module 'hdnn' has no attribute {name!r}; dir(hdnn) lists what there is"
+        f"module 'hdnn' has no attribute {name!r}; dir(hdnn) lists all names"
     )
 
 

@@ -1,8 +1,8 @@
 """Activations by name: sigma, its slope, its integral, and the range of its slope.
 
 The energy of a layer is the sum of `integral(K y + b)`, so an activation is fully described by its
-integral. The slope's range decides which guarantees hold: S bounds every gradient from above, and a
-monotone sigma keeps the gradients of forward Euler from vanishing.
+integral. The range of the slope decides which guarantees hold: S bounds every gradient from above,
+and a monotone sigma keeps the gradients of forward Euler from vanishing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Elementwise = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation sigma and what the theory needs to know of it.
+    """An activation sigma, with the facts that the theory needs.
 
     Args:
-        name: by which networks, functions and files know it, once it is registered.
-        sigma: the function, of tensors of any shape, entry by entry.
-        slope: its derivative, itself differentiable; at a kink any value between both sides.
+        name: the name in networks, functions and files, once it is registered.
+        sigma: the function, applied to tensors of any shape entry by entry.
+        slope: its derivative, itself differentiable; at a kink any value between the two sides.
         integral: of sigma, zero at zero.
         s_min: the infimum of the slope.
         s_max: the supremum of the slope.
@@ -254,11 +254,11 @@ _REGISTRY = {
 
 
 def get(activation: str | Activation | Elementwise) -> Activation:
-    """The activation of a name that `names` lists, or of an elementwise function or module.
+    """The activation with a name that `names` lists, or of an elementwise function or module.
 
-    A function that agrees with a registered activation is that one. Another is registered under a
-    name of its own: its slope is then taken by autograd, its slope range counts as unknown, and it
-    has no integral. An `Activation` is returned as it is.
+    A function that agrees with a registered activation becomes that activation. Any other is
+    registered under its own name: autograd computes its slope, the range of its slope counts as
+    unknown, and it has no integral. An `Activation` is returned as it is.
 
     Examples:
         >>> import torch
@@ -296,7 +296,7 @@ def _of_function(function: Elementwise) -> Activation:
     weights = function.parameters() if isinstance(function, nn.Module) else ()
     if not elementwise or any(True for _ in weights):
         raise OptionError(
-            "activation must be a name, or an elementwise function without weights and random "
+            "activation must be a name, or an elementwise function without weights or random "
             f"numbers, but got {function!r:.80}; choose one of {', '.join(names())}."
         )
     for activation in _REGISTRY.values():
@@ -332,7 +332,7 @@ def registered(activation: str | Activation | Elementwise) -> Activation:
     if "," not in sigma.name and _REGISTRY.get(sigma.name) is not sigma:
         raise OptionError(
             f"networks, implicit layers and files find activations by name, but {sigma.name!r} is "
-            "not the name of this one; call hdnn.activations.register(...) on it first."
+            "not the name of this one; call hdnn.activations.register(...) with it first."
         )
     return sigma
 
@@ -369,10 +369,10 @@ def by_row(rows: Sequence[str | Activation]) -> Activation:
 
 
 def register(activation: Activation) -> Activation:
-    """Make an activation known by its name to every function, network and file.
+    """Register an activation, so every function, network and file knows its name.
 
     Args:
-        activation: the activation, which `check` must accept, under a name that is not taken.
+        activation: the activation; `check` must accept it, and its name must be new.
 
     Examples:
         >>> import hdnn
@@ -409,8 +409,8 @@ def _points() -> Tensor:
 def check(activation: Activation) -> None:
     """Raise an `OptionError` if slope, integral or slope range do not fit sigma.
 
-    Guarantees and bounds are read from them, so they are compared in float64 at 6,000 points from
-    -1e6 to 1e6: derivatives by autograd, and jumps by differences.
+    Guarantees and bounds depend on them, so they are compared with sigma in float64 at 6,000 points
+    from -1e6 to 1e6: derivatives by autograd, and jumps by differences.
     """
     x = _points().requires_grad_()
     sigma = activation.sigma(x)
@@ -462,10 +462,10 @@ def _check_range(activation: Activation, slope: Tensor) -> None:
     high = float(slope.max())
     # Neither outside of the range, nor far from its ends.
     if not -1e-9 <= low - activation.s_min <= room:
-        reason = f"s_min is given as {activation.s_min}, but the slope goes to {low:.9g}"
+        reason = f"s_min is given as {activation.s_min}, but the slope reaches {low:.9g}"
         _refuse(activation, reason)
     if not -1e-9 <= activation.s_max - high <= room:
-        reason = f"s_max is given as {activation.s_max}, but the slope goes to {high:.9g}"
+        reason = f"s_max is given as {activation.s_max}, but the slope reaches {high:.9g}"
         _refuse(activation, reason)
 
 

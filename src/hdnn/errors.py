@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "ConvergenceError",
     "DataError",
+    "DtypeError",
     "GridWarning",
     "HDNNError",
     "MissingExtraError",
@@ -48,7 +49,11 @@ class OptionError(HDNNError):
 
 
 class ShapeError(HDNNError):
-    """A tensor of the wrong shape, dtype or device."""
+    """A tensor of the wrong shape, or on the wrong device."""
+
+
+class DtypeError(ShapeError, TypeError):
+    """A tensor of the wrong dtype."""
 
 
 class DataError(HDNNError):
@@ -56,7 +61,7 @@ class DataError(HDNNError):
 
 
 class CheckpointError(HDNNError):
-    """A file that cannot be written, or read back as what it should be."""
+    """A file that cannot be written, or does not hold what it should."""
 
 
 class ConvergenceError(HDNNError):
@@ -72,11 +77,11 @@ class ReversalWarning(UserWarning):
 
 
 class GridWarning(UserWarning):
-    """A state, or its change, that is hardly larger than the grid on which it is kept."""
+    """A state, or a change of it, that is hardly larger than the steps of its grid."""
 
 
 class TableWarning(UserWarning):
-    """New rows that differ from those that a model learned from."""
+    """New rows that differ from the rows that a model was trained on."""
 
 
 def choose(name: str, value: object, options: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The paper's layer equations, one function each: shapes are checked, then the stack runs.
+"""The paper's layer equations, one function each, which check shapes and run the stack.
 
 Every function is pure, differentiable and runs N layers on states y `(*batch, n)`; the halves of
 `y = (p, q)` have m = n/2 features. Arguments that they share:
@@ -6,16 +6,16 @@ Every function is pure, differentiable and runs N layers on states y `(*batch, n
 - `K ..`, `b ..`: weights `(N, r, n)` and biases `(N, r)`, with m in the place of n where they act
   on a half.
 - `h`: the step, a number or one for each layer, as a list or a tensor `(N,)`.
-- `X`: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
+- `X`: `(m, m)`, or `(N, m, m)` for one per layer; by default the identity.
 - `J`: skew-symmetric, `(n, n)` or `(N, n, n)`; by default `[[0, -I], [I, 0]]`.
-- `activation`: a name such as "tanh" (the default), or a `hdnn.activations.Activation`.
+- `activation`: a name such as "tanh" (the default), or an `hdnn.activations.Activation`.
 - `trajectory`: return all states `y_0 .. y_N` as `(N+1, *batch, n)`, in forward order.
 - `inverse`: take `y_N` back to `y_0`; not for `h1`, `ms2` and `mlp`.
 - `engine`, `backprop`: how an explicit stack runs; by default what `hdnn.engine.use` says.
 - `tol`, `max_iter`: of an implicit layer; see `hdnn.implicit.solve`.
 
-They return `y_N` as `(*batch, n)` and raise a `ShapeError` or an `OptionError` for arguments that
-do not fit; implicit ones raise a `ConvergenceError` if a layer has no solution. Values are
+They return `y_N` as `(*batch, n)`. Arguments that do not fit raise a `ShapeError`, a `DtypeError`
+or an `OptionError`; implicit ones raise a `ConvergenceError` if a layer has no solution. Values are
 not checked. `hdnn.schemes` defines what is computed.
 """
 
@@ -31,7 +31,13 @@ from torch import Tensor
 from hdnn import activations, schemes
 from hdnn.activations import Activation
 from hdnn.engine import run as run_fast
-from hdnn.errors import OptionError, ShapeError, positive_float, positive_int
+from hdnn.errors import (
+    DtypeError,
+    OptionError,
+    ShapeError,
+    positive_float,
+    positive_int,
+)
 from hdnn.schemes import Force, Scheme
 
 __all__ = [
@@ -93,8 +99,8 @@ def energy(
     """
     if K.shape != (*b.shape, y.shape[-1]):
         raise ShapeError(
-            f"energy: K has shape {tuple(K.shape)} and b {tuple(b.shape)}, but (r, n) and (r,) are "
-            f"needed with n = {y.shape[-1]}."
+            f"energy: K has shape {tuple(K.shape)} and b {tuple(b.shape)}, but must have (r, n) "
+            f"and (r,) with n = {y.shape[-1]}."
         )
     return activations.get(activation).integral(y @ K.mT + b).sum(-1)
 
@@ -154,7 +160,7 @@ def h2(
     X: Tensor | None = None,
     **how: Unpack[How],
 ) -> Tensor:
-    """Semi-implicit Euler with a block-diagonal K: explicit, symplectic, never vanishing gradients.
+    """Semi-implicit Euler with a block-diagonal K: explicit, symplectic, gradients never vanish.
 
         p_{j+1} = p_j - h X^T K_q^T sigma(K_q q_j + b_q), then
         q_{j+1} = q_j + h X K_p^T sigma(K_p p_{j+1} + b_p)
@@ -381,8 +387,8 @@ def turned(K: Tensor, b: Tensor, J: Tensor | None = None) -> tuple[Force, ...]:
         return (Force(K, b, _product(K, J.mT)),)
     if K.shape[-1] % 2:
         raise ShapeError(
-            f"the canonical J needs an even number of features, but n = {K.shape[-1]}; augment "
-            "them by a zero (hdnn.heads.Augment), or give a skew-symmetric J."
+            f"the canonical J needs an even number of features, but n = {K.shape[-1]}; add a zero "
+            "(hdnn.heads.Augment), or give a skew-symmetric J."
         )
     K_p, K_q = K.chunk(2, -1)
     V = torch.cat([-K_q, K_p], -1)
@@ -421,8 +427,8 @@ def _check_square(name: str, matrix: Tensor, K: Tensor) -> None:
     N, _, size = K.shape
     if matrix.shape not in ((size, size), (N, size, size)):
         raise ShapeError(
-            f"{name} has shape {tuple(matrix.shape)}, but ({size}, {size}) is needed, or "
-            f"({N}, {size}, {size}) for one a layer."
+            f"{name} has shape {tuple(matrix.shape)}, but must be ({size}, {size}), or ({N}, "
+            f"{size}, {size}) for one per layer."
         )
 
 
@@ -456,7 +462,7 @@ def run(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """A stack of any scheme, checked and run by an engine.
+    """The result of a stack of any scheme, checked and run by an engine.
 
     Args:
         scheme: how a layer steps.
@@ -473,7 +479,7 @@ def run(
     _check(scheme, y, forces)
     if inverse and not scheme.invertible:
         raise OptionError(
-            f"{scheme.name} has no inverse; take a scheme with halves, such as h2."
+            f"{scheme.name} has no inverse; use a scheme with halves, such as h2."
         )
     if isinstance(h, float) and 0 < h < math.inf:
         step = h
@@ -489,16 +495,17 @@ def run(
 
 def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
     """Raise unless the state and all weights fit together."""
-    if not isinstance(y, Tensor) or not y.is_floating_point() or y.ndim < 1:
+    if not isinstance(y, Tensor) or not y.is_floating_point():
         kind = getattr(y, "dtype", type(y).__name__)
-        raise ShapeError(
+        raise DtypeError(
             f"y must be a floating-point tensor (*batch, n), but got {kind}."
         )
+    if y.ndim < 1:
+        raise ShapeError("y must be (*batch, n), but is a single number.")
     n = y.shape[-1]
     if scheme.halves and n % 2:
         raise ShapeError(
-            f"y is split into halves (p, q), so its number of features must be even, but n = {n}; "
-            "augment it by a zero (hdnn.heads.Augment)."
+            f"y has {n} features, but (p, q) needs an even number; add a zero (hdnn.heads.Augment)."
         )
     size = n // 2 if scheme.halves else n
     K = forces[0].K
@@ -506,19 +513,22 @@ def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
     for K, b, _ in forces:
         if K.shape != (*b.shape, size) or b.shape[:1] != (N or 1,):
             raise ShapeError(
-                f"K has shape {tuple(K.shape)} and b {tuple(b.shape)}, but (N, r, {size}) and "
-                f"(N, r) are needed for states of n = {n} features, with N >= 1 layers."
+                f"K has shape {tuple(K.shape)} and b {tuple(b.shape)}, but must have (N, r, "
+                f"{size}) and (N, r) for states of n = {n} features, with N >= 1 layers."
             )
     cast = y.is_meta or torch.is_autocast_enabled(y.device.type)
-    if K.device != y.device or (K.dtype != y.dtype and not cast):
+    if K.device != y.device:
         raise ShapeError(
-            f"y is {y.dtype} on {y.device}, but the weights are {K.dtype} on {K.device}; "
-            "use .to(dtype) or .to(device) on one of them."
+            f"y is on {y.device}, but the weights are on {K.device}; use .to(device) on one."
+        )
+    if K.dtype != y.dtype and not cast:
+        raise DtypeError(
+            f"y is {y.dtype}, but the weights are {K.dtype}; use .to(dtype) on one of them."
         )
 
 
 def _step(h: Step, y: Tensor, N: int) -> float | Tensor:
-    """The step as one number, or as a tensor of one a layer."""
+    """The step as one number, or as a tensor of one per layer."""
     if isinstance(h, (list, tuple)):
         h = torch.tensor(
             [positive_float("h", step) for step in h],

@@ -36,8 +36,8 @@ class Augment(nn.Module):
             positions themselves.
 
     Raises:
-        ShapeError: if there are fewer features than inputs, or the positions are not one for each
-            input, all different and among the features.
+        ShapeError: if there are fewer features than inputs, or the positions are not different
+            features, one for each input.
 
     Examples:
         >>> import torch
@@ -90,7 +90,7 @@ class Augment(nn.Module):
         """Restore the positions, for a module that was made on the meta device.
 
         Args:
-            generator: is not used, as there is nothing to draw.
+            generator: not used, as there is nothing to draw.
         """
         if not self.positions.is_meta:
             self.positions.copy_(torch.tensor(self._positions()))
@@ -102,7 +102,7 @@ class Augment(nn.Module):
             x: inputs `(*batch, inputs)`.
 
         Raises:
-            ShapeError: if x is no tensor of that shape.
+            ShapeError: if x is not a tensor of that shape.
         """
         _check_width("Augment takes x", x, self.inputs)
         zeros = x.new_zeros(*x.shape[:-1], self.features)
@@ -113,10 +113,10 @@ class Augment(nn.Module):
 
 
 def roomy_width(inputs: int) -> int:
-    """A number of features that suits so many inputs: the width of networks for a table.
+    """A number of features that suits a number of inputs: the width of networks for a table.
 
-    Three times the inputs, to have room to unfold them, but at least 16 and at most 24 more than
-    them. Even, as (p, q) needs it.
+    Three times the inputs, which gives room to unfold them, but at least 16, and at most 24 more
+    than the inputs. Even, as (p, q) requires.
 
     Args:
         inputs: the number of features of x.
@@ -136,9 +136,9 @@ class LinearHead(nn.Module):
     Args:
         features: n of the network in front.
         outputs: the number of scores.
-        generator: of the first weights; by default PyTorch's global one.
+        generator: of the initial weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default that of new tensors.
+        device: of the weights; by default PyTorch's default device.
 
     Examples:
         >>> import torch
@@ -174,7 +174,7 @@ class LinearHead(nn.Module):
     def reset_parameters(
         self, generator: torch.Generator | None = None
     ) -> None:
-        """Begin again: W from N(0, 1/n), and w = 0.
+        """Draw W from N(0, 1/n) again, and set w = 0.
 
         Args:
             generator: of the weights; by default PyTorch's global one.
@@ -192,13 +192,13 @@ class LinearHead(nn.Module):
             y: last states `(*batch, n)`.
 
         Raises:
-            ShapeError: if y is no tensor of that shape.
+            ShapeError: if y is not a tensor of that shape.
         """
         _check_width(f"{type(self).__name__} takes y", y, self.features)
         return F.linear(y, self.weight, self.bias)
 
     def config(self) -> dict[str, Any]:
-        """The arguments that make this head again."""
+        """The constructor arguments of this head."""
         return {name: getattr(self, name) for name in self.arguments}
 
     def extra_repr(self) -> str:
@@ -225,7 +225,7 @@ class RegressionHead(LinearHead):
             t: targets of the same shape; `(*batch,)` will do for one output.
 
         Raises:
-            DataError: if t is no tensor of that shape.
+            DataError: if t is not a tensor of that shape.
         """
         shorter = scores.shape[:-1] if self.outputs == 1 else scores.shape
         _check_targets(t, scores.shape, shorter)
@@ -237,7 +237,7 @@ class RegressionHead(LinearHead):
 
 
 class SoftmaxHead(LinearHead):
-    """Class probabilities `softmax(W y + w)`, trained by the cross-entropy; labels from 0 on.
+    """Class probabilities `softmax(W y + w)`, trained by the cross-entropy; labels start at 0.
 
     Args:
         features: n of the network in front.
@@ -277,7 +277,7 @@ class SoftmaxHead(LinearHead):
             t: labels `(*batch,)`, whole numbers from 0 to classes-1.
 
         Raises:
-            DataError: if t is no tensor of whole numbers of that shape.
+            DataError: if t is not a tensor of whole numbers of that shape.
         """
         _check_targets(t, scores.shape[:-1])
         if t.is_floating_point() or t.is_complex():
@@ -327,7 +327,7 @@ class SigmoidHead(LinearHead):
             t: labels 0 and 1, `(*batch,)` or `(*batch, 1)`.
 
         Raises:
-            DataError: if t is no tensor of such a shape.
+            DataError: if t is not a tensor of such a shape.
         """
         _check_targets(t, scores.shape[:-1], scores.shape)
         target = t.to(scores.dtype).reshape(scores.shape)
@@ -352,13 +352,13 @@ class Model(nn.Module):
     """A network that can be trained, saved and certified: x -> augment -> N layers -> head.
 
     Args:
-        augment: a `hdnn.Augment` that makes y_0 from x; without one (None), y_0 is x.
+        augment: an `hdnn.Augment` that makes y_0 from x; without one (None), y_0 is x.
         net: a network of hdnn, such as `hdnn.H2`.
         head: one of `hdnn.heads`, such as `hdnn.SoftmaxHead`.
 
     Raises:
-        OptionError: if a submodule is not of its kind.
-        ShapeError: if the submodules have not as many features.
+        OptionError: if a submodule is of the wrong kind.
+        ShapeError: if the submodules differ in their number of features.
 
     Examples:
         >>> import hdnn
@@ -392,7 +392,7 @@ class Model(nn.Module):
     def reset_parameters(
         self, generator: torch.Generator | None = None
     ) -> None:
-        """Begin again: first the network and then the head draw their weights as when made.
+        """Draw all weights again, first the network's and then the head's.
 
         Args:
             generator: of the weights; by default PyTorch's global one.
@@ -426,7 +426,8 @@ class Model(nn.Module):
             x: inputs `(*batch, inputs)`.
 
         Raises:
-            ShapeError: if x is no tensor of that shape, in the dtype of the weights.
+            ShapeError: if x is not a tensor of that shape.
+            DtypeError: if x does not have the dtype of the weights.
         """
         return self.head(self.net(self.embed(x)))
 

@@ -1,9 +1,10 @@
 """Solutions of `x = c + B sigma(A x + a)`, the equation of every implicit layer.
 
-The general semi-implicit Euler step has this form in p, the midpoint rule in the midpoint, and the
-discrete gradient step with a chord of the integral in the place of sigma. Newton's method finds x
-without gradients, as one operator that `torch.compile`, `torch.export` and `vmap` carry whole; the
-implicit function theorem then gives x its derivatives, which can be differentiated again.
+In this form, x is the new p in the general semi-implicit Euler step and the midpoint in the
+midpoint rule; the discrete gradient step has a chord of the integral in the place of sigma.
+Newton's method finds x without gradients, as one operator for `torch.compile`, `torch.export` and
+`vmap`; the implicit function theorem then gives x its derivatives, which can be differentiated
+again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def solve(
     max_iter: int = MAX_ITER,
     where: str = "implicit layer",
 ) -> Tensor:
-    """The x with `x = c + B sigma(A x + a)`, with its gradients.
+    """The solution x of `x = c + B sigma(A x + a)`, with its gradients.
 
     Args:
         c: `(*batch, k)`.
@@ -60,7 +61,7 @@ def solve(
         sigma: a registered activation.
         start: z `(*batch, r)`; if given, `chord(sigma, z, .)` takes the place of sigma.
         tol: the largest error of the equation, relative to its terms; by default near rounding.
-        max_iter: the most Newton iterations.
+        max_iter: the largest number of Newton iterations.
         where: the first words of an error.
 
     Returns:
@@ -100,10 +101,10 @@ def solve_chord(
     c: Tensor | None = None,
     **how,
 ) -> Tensor:
-    """The x with `x = c + B chord(sigma, A y + a, A x + a)`; c is y by default.
+    """The solution x of `x = c + B chord(sigma, A y + a, A x + a)`; c is y by default.
 
-    The energy `sum s(A x + a)` changes from y to x by exactly what B makes of it: nothing, if B is
-    a skew-symmetric matrix times `A^T`. Options are those of `solve`.
+    If B is a skew-symmetric matrix times `A^T`, then x and y have exactly the same energy `sum s(A
+    x + a)`. Options are those of `solve`.
     """
     with torch.autocast(y.device.type, enabled=False):
         start = _times(A.to(y.dtype), y) + a.to(y.dtype)
@@ -113,7 +114,7 @@ def solve_chord(
 def coupling(A: Tensor, B: Tensor, S: float) -> Tensor:
     """The spectral radius of `S |B| |A|`, entry by entry; below 1 there is exactly one solution.
 
-    `B diag(sigma') A` lies entry by entry below it, so that the right-hand side is a contraction in
+    This matrix bounds `B diag(sigma') A` entry by entry, so the right-hand side is a contraction in
     some weighted maximum norm.
     """
     return S * torch.linalg.eigvals(B.abs() @ A.abs()).abs().amax(-1)
@@ -320,10 +321,10 @@ def _outer(u: Tensor, x: Tensor, like: Tensor) -> Tensor:
 
 
 def chord(sigma: Activation, z: Tensor, end: Tensor) -> Tensor:
-    """`(s(end) - s(z)) / (end - z)` with `s' = sigma`, to rounding; sigma(z) where both are equal.
+    """`(s(end) - s(z)) / (end - z)` with `s' = sigma`, up to rounding; sigma(z) if both are equal.
 
-    Close points are integrated by Gauss's rule, where a difference of s would lose digits; far
-    points, and points with a kink between them, by s.
+    Close points use Gauss's rule, because a difference of s would lose digits; distant points, and
+    points with a kink between them, use s.
     """
     d = end - z
     mean = _mean(sigma, z, d)
@@ -333,7 +334,7 @@ def chord(sigma: Activation, z: Tensor, end: Tensor) -> Tensor:
 def chord_slope(
     sigma: Activation, z: Tensor, end: Tensor, value: Tensor
 ) -> Tensor:
-    """The derivative of `chord(sigma, z, end)` in `end`; with both swapped, that in z.
+    """The derivative of `chord(sigma, z, end)` in `end`; swap both for the derivative in z.
 
     Args:
         sigma: the activation.

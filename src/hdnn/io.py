@@ -1,7 +1,7 @@
-"""Files: safetensors with a checksum, JSON, and models that are built again from their class.
+"""Files: safetensors with a checksum, JSON, and models that are rebuilt from their class.
 
-Files are written as a whole or not at all. Nothing is ever pickled. A file that cannot be read is
-a `CheckpointError` in one sentence.
+Files are written completely or not at all. Nothing is ever pickled. A file that cannot be read
+raises a `CheckpointError` of one sentence.
 """
 
 from __future__ import annotations
@@ -166,14 +166,14 @@ def load_tensors(
             tensors = {name: file.get_tensor(name).clone() for name in names}
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as a safetensors file; it is truncated, damaged or of another "
-            f"kind ({_reason(error)})."
+            f"{path} cannot be read as a safetensors file; it is truncated, damaged or something "
+            f"else ({_reason(error)})."
         ) from error
     metadata, checksum = _parse_header(header)
     if checksum != _digest(json.dumps(metadata, sort_keys=True), tensors):
         raise CheckpointError(
-            f"{path} is damaged, or hdnn did not write it: its contents do not have the checksum "
-            "of hdnn; take a copy from elsewhere, or make it again."
+            f"{path} is damaged, or was not written by hdnn: its checksum does not match; use "
+            "another copy, or create it again."
         )
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
     return placed, metadata
@@ -204,14 +204,14 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 def save(module: nn.Module, path: FilePath, *, note: Any = None) -> None:
     """Write a model or a network to one safetensors file; nothing is pickled.
 
-    For pruned or parametrised weights (`torch.nn.utils`) the values that the network uses are
-    written: loading gives a plain network with the same outputs.
+    For pruned or parametrised weights (`torch.nn.utils`) the values in use are written: loading
+    gives a plain network with the same outputs.
 
     Args:
-        module: a `hdnn.Model`, a network, a model of `hdnn.models`, or a `torch.nn.Sequential` of
+        module: an `hdnn.Model`, a network, a model of `hdnn.models`, or a `torch.nn.Sequential` of
             such networks and common layers of `torch.nn`.
         path: the file to write or replace.
-        note: anything that JSON can hold, found again in `load_tensors(path)[1]["note"]`.
+        note: anything that JSON can hold; read it with `load_tensors(path)[1]["note"]`.
 
     Raises:
         CheckpointError: if `module` is of a class that hdnn does not know, or the file cannot be
@@ -233,7 +233,7 @@ def save(module: nn.Module, path: FilePath, *, note: Any = None) -> None:
     except (HDNNError, RuntimeError) as error:
         raise CheckpointError(
             f"this {type(module).__name__} cannot be saved, because it could not be loaded again: "
-            f"{_reason(error).rstrip('.')}; save its state_dict()."
+            f"{_reason(error).rstrip('.')}; save its state_dict() instead."
         ) from error
     metadata = {"version": __version__, "model": description, "note": note}
     save_tensors(path, state, metadata)
@@ -384,7 +384,7 @@ def _check_file(path: FilePath) -> None:
     """Refuse all but plain files: reading a pipe or a device may never end."""
     if not os.path.isfile(path):
         raise CheckpointError(
-            f"{path} does not exist, or is not a file; check its name and folder."
+            f"{path} does not exist, or is not a file; check the name and the folder."
         )
 
 

@@ -4,10 +4,10 @@ All take normalised images (B, channels, height, width) and give logits (B, clas
 they share:
 
 - classes: the number of classes.
-- drop: the probability to leave the last layer out for an image in training; earlier layers are
-  left out less often, in proportion to their depth.
-- generator: of the first weights; by default PyTorch's global one.
-- dtype and device: of the weights; by default those of new tensors.
+- drop: the probability of leaving the last layer out for an image in training; earlier layers
+  are left out less often, in proportion to their depth.
+- generator: of the initial weights; by default PyTorch's global one.
+- dtype and device: of the weights; by default PyTorch's defaults.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Placement(TypedDict, total=False):
 class ImageModel(nn.Module):
     """A classifier of images: `features`, and a linear layer on top of them.
 
-    The models of `hdnn.models` are of this class, which has no layers itself.
+    The base class of the models of `hdnn.models`; it has no layers of its own.
 
     Examples:
         >>> import torch
@@ -83,7 +83,7 @@ class ImageModel(nn.Module):
             x: normalised images (B, channels, height, width).
 
         Raises:
-            ShapeError: if the images have other channels, or another size than the model is for.
+            ShapeError: if the images have the wrong number of channels or the wrong size.
         """
         return self.linear(self.features(x))
 
@@ -97,7 +97,7 @@ class ImageModel(nn.Module):
     def reset_parameters(
         self, generator: torch.Generator | None = None
     ) -> None:
-        """Begin again: all layers draw their weights, as the constructor does it.
+        """Draw all weights again, as the constructor does.
 
         Args:
             generator: of the weights; by default PyTorch's global one.
@@ -111,7 +111,7 @@ class ImageModel(nn.Module):
                 _draw(module, generator)
 
     def config(self) -> dict[str, Any]:
-        """The arguments that make this classifier again."""
+        """The constructor arguments of this classifier."""
         return dict(self.arguments)
 
     def smoothness(self) -> Tensor:
@@ -187,7 +187,7 @@ class MNISTNet(ImageModel):
         return y.flatten(1)
 
     def config(self) -> dict[str, Any]:
-        """The arguments that make this classifier again; the network is itself one of them."""
+        """The constructor arguments of this classifier; the network is one of them."""
         return {
             "network": self.net,
             "channels": self.stem.out_channels,
@@ -204,18 +204,18 @@ class HDNNStar(ImageModel):
 
     Args:
         network: "h1" or "h2".
-        layers: those of each unit, or one number for all.
-        channels: those of each unit, never fewer than before.
+        layers: the number in each unit, or one number for all.
+        channels: the number in each unit, which may not decrease.
         step: h of all units.
-        stem_norm: put batch normalisation behind the first convolution.
+        stem_norm: put batch normalisation after the first convolution.
         pool: the linear layer sees all remaining pixels ("flatten"), or their "mean".
         inputs: the channels of an image.
         size: height and width of the images; each unit halves them.
         **options: of each unit: activation, norm, backprop, init.
 
     Raises:
-        ShapeError: if channels are odd or become fewer.
-        OptionError: if an option is not known, or there are not as many `layers` as units.
+        ShapeError: if channels are odd or decrease.
+        OptionError: if an option is unknown, or `layers` has another length than `channels`.
 
     Examples:
         >>> import torch
@@ -251,11 +251,11 @@ class HDNNStar(ImageModel):
             depths = list(layers)
         if len(depths) != len(channels):
             raise OptionError(
-                f"layers has {len(depths)} entries for {len(channels)} units."
+                f"layers has {len(depths)} entries for {len(channels)} units; give one per unit."
             )
         if not channels or any(a > b for a, b in pairwise(channels)):
             raise ShapeError(
-                f"channels must grow from unit to unit, but got {tuple(channels)}."
+                f"channels must not decrease from unit to unit, but got {tuple(channels)}."
             )
         self.pool = choose("pool", pool, POOLS)
         self.arguments = {
@@ -379,7 +379,7 @@ class ResNet(ImageModel):
 class AlexNet(ImageModel):
     """AlexNet in its one-column form: 57,044,810 parameters for 10 classes.
 
-    Images of any size are scaled to the 224 x 224 that it is made for.
+    Images of any size are scaled to 224 x 224, the size that it is made for.
 
     Examples:
         >>> import torch
@@ -449,16 +449,16 @@ def mnist_conv(
     stem_norm: bool = True,
     **options: Any,
 ) -> HDNNStar:
-    """`hdnn_star` for images of 28 x 28 in grey: two units with 3 x 3 kernels, pooling after each.
+    """`hdnn_star` for grey images of 28 x 28: two units with 3 x 3 kernels, pooling after each.
 
     Args:
         network: "h1" or "h2".
-        layers: those of each unit.
-        channels: those of each unit, never fewer than before.
+        layers: the number in each unit.
+        channels: the number in each unit, which may not decrease.
         step: h of all units.
         norm: where units have batch normalisation: "none", "inside", "after" or "both".
-        stem_norm: put batch normalisation behind the first convolution.
-        **options: go to `hdnn_star`.
+        stem_norm: put batch normalisation after the first convolution.
+        **options: passed to `hdnn_star`.
 
     Examples:
         >>> import torch
@@ -492,7 +492,7 @@ def _draw(
 
 
 def _rising(drop: float, layers: int) -> list[float]:
-    """The probability to leave out each layer, which grows with depth."""
+    """The probability of leaving out each layer, which grows with depth."""
     return [drop * (k + 1) / layers for k in range(layers)]
 
 

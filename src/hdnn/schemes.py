@@ -1,4 +1,4 @@
-"""The definition: how each scheme takes a state through a stack of layers, in plain PyTorch.
+"""The definition: each scheme takes a state through a stack of layers, in plain PyTorch.
 
 A scheme is a sequence of moves. A move reads one half of the state and adds a signed fraction of
 the step h times a force to the other half; a scheme without halves reads and moves the whole state.
@@ -40,7 +40,7 @@ State = tuple[Tensor, ...]  # (p, q), or (y,) for a scheme without halves
 class Force(NamedTuple):
     """`V^T sigma(K x + b)`: the gradient of a layer's energy, turned by X or J.
 
-    Of one layer or stacked over layers. For rows x that is `sigma(x K^T + b) V`.
+    For one layer, or stacked over layers. For rows x this is `sigma(x K^T + b) V`.
 
     Args:
         K: weights `(N, r, s)`.
@@ -77,10 +77,10 @@ class Scheme:
     Explicit schemes are instances of this class; others override `step`.
 
     Args:
-        name: under which networks and files know it.
-        order: of its error, h to that power.
-        moves: pairs of the half that is read (0 is p, 1 is q) and a signed fraction of h.
-        halves: False if one force moves the whole state.
+        name: the name in networks and files.
+        order: the power of h in its error.
+        moves: pairs of the half to read (0 is p, 1 is q) and a signed fraction of h.
+        halves: False if a single force moves the whole state.
         symplectic: True if each layer is, with one J for all.
         implicit: True if a layer solves an equation.
     """
@@ -130,7 +130,7 @@ class Scheme:
         """One layer, or its inverse.
 
         Args:
-            x: what `split` gives.
+            x: the result of `split`.
             forces: of this layer; `forces[i]` reads half i.
             h: the step of this layer.
             sigma: the activation.
@@ -145,7 +145,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Perceptron(Scheme):
-    """`y <- sigma(K y + b)`: no step, and nothing that keeps its gradients from vanishing."""
+    """`y <- sigma(K y + b)`: without a step, and without protection from vanishing gradients."""
 
     def step(self, x, forces, h, sigma, *, inverse=False):
         (y,), (force,) = x, forces
@@ -158,7 +158,7 @@ class Implicit(Scheme):
 
     Args:
         tol: the largest error of an equation; by default near rounding.
-        max_iter: the most Newton iterations for a layer.
+        max_iter: the largest number of Newton iterations for a layer.
     """
 
     name: str = "implicit"
@@ -203,7 +203,7 @@ class ImplicitEuler(Implicit):
 
 @dataclass(frozen=True)
 class Midpoint(Implicit):
-    """`y' = y + h J dH/dy((y + y')/2)`: symplectic for any skew J, a singular or odd one too."""
+    """`y' = y + h J dH/dy((y + y')/2)`: symplectic for any skew J, even singular or of odd size."""
 
     name: str = "midpoint"
     order: int = 2
@@ -218,7 +218,7 @@ class Midpoint(Implicit):
 
 @dataclass(frozen=True)
 class DiscreteGradient(Implicit):
-    """`y' = y + h J G(y, y')` with the mean G of dH/dy between both: keeps the energy exactly.
+    """`y' = y + h J G(y, y')` with G, the mean of dH/dy between y and y': keeps the energy exactly.
 
     Not symplectic. G is `K^T chord(K y + b, K y' + b)`, and `(y' - y) G` is the change of H.
     """

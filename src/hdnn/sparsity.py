@@ -1,9 +1,9 @@
-"""Which node may talk to which: block patterns R of K and T of X or J, and the locality condition.
+"""The locality condition, and block patterns that meet it: R of K, and T of X or J.
 
-Nodes are numbered from 0. Patterns are `(M, M)` matrices of 0 and 1, or `(N, M, M)` for one a
+Nodes are numbered from 0. Patterns are `(M, M)` matrices of 0 and 1, or `(N, M, M)` for one per
 layer, as tensors, arrays or nested lists. A layer computes `K^T sigma(K y + b)`, so two nodes meet
-if a row of R has both. Updates need linked nodes only if `T R^T R + R^T R T <= S`, where S is the
-graph: S(i, k) = 1 if node i hears node k (eq:sparsity_invariance).
+if a row of R contains both. All updates stay between linked nodes if `T R^T R + R^T R T <= S`,
+where S is the graph: S(i, k) = 1 if node i receives from node k (eq:sparsity_invariance).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ def binary(name: str, pattern: Any) -> Tensor:
     zero_or_one = (A == 0) | (A == 1)
     if not square or not bool(zero_or_one.all()):
         raise OptionError(
-            f"{name} must be (M, M), or (N, M, M) for a pattern a layer, and hold 0 and 1 only, "
-            f"but has shape {tuple(A.shape)}; use (matrix != 0)."
+            f"{name} must be (M, M), or (N, M, M) for one pattern per layer, and contain only 0 "
+            f"and 1, but has shape {tuple(A.shape)}; use (matrix != 0)."
         )
     return A.bool()
 
 
 def dependency(T: Any, R: Any) -> Tensor:
-    """The nodes that each node's updates depend on, forward and backward: `T R^T R + R^T R T`.
+    """The dependencies of nodes in forward and backward updates: `T R^T R + R^T R T`.
 
     Args:
         T: the pattern of X or J.
         R: the pattern of K.
 
     Returns:
-        True at (i, k) where node i needs node k.
+        True at (i, k) if node i needs node k.
 
     Examples:
         >>> import torch
@@ -80,7 +80,7 @@ def dependency(T: Any, R: Any) -> Tensor:
 
 
 def is_local(T: Any, R: Any, S: Any) -> bool:
-    """True if updates need linked nodes only: `T R^T R + R^T R T <= S`, in every layer.
+    """True if updates need only linked nodes: `T R^T R + R^T R T <= S`, in every layer.
 
     Examples:
         >>> import torch
@@ -131,11 +131,11 @@ def transposed(links: Links) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Breach:
-    """A node that needs another one which the graph does not link to it.
+    """A node that needs another node, to which the graph does not link it.
 
     Attributes:
         node: the number i of the node.
-        needs: the number k of the other.
+        needs: the number k of the other node.
         forward: True if the forward update needs it.
         backward: True if the backward update does.
         path: i, a, l, k with T(i, a) = R(l, a) = R(l, k) = 1 if the forward update needs it;
@@ -154,7 +154,7 @@ class Breach:
         return self.text()
 
     def text(self, label: Callable[[int], str] = str) -> str:
-        """One line that says what is needed and why; `label` gives a node its name."""
+        """One line with the need and its reason; `label` gives a node its name."""
         i, a, row, k = self.path if self.forward else self.path[::-1]
         why = []
         if a != i:
@@ -177,7 +177,7 @@ class Explanation(tuple[Breach, ...]):
 
 
 def explain(T: Any, R: Any, S: Any) -> Explanation:
-    """Where and why the locality condition fails: which node needs which, and by which path.
+    """The failures of the locality condition: which node needs which, and along which path.
 
     Args:
         T: the pattern of X or J.
@@ -220,7 +220,7 @@ def breaches(
     pairs = sum(len(row) ** 2 for row in R)
     if pairs > MOST_PAIRS:
         raise OptionError(
-            f"rows of R link {pairs} pairs of nodes, which is too much to check; the longest row "
+            f"rows of R link {pairs} pairs of nodes, which are too many to check; the longest row "
             f"has {max(map(len, R))} nodes: give it fewer links."
         )
     holding = [set(rows) for rows in transposed(R)]
@@ -269,15 +269,15 @@ def _check_alike(first: str, a: Tensor, name: str, b: Tensor) -> None:
 class Sparsity:
     """Block patterns of a distributed network: R of K, T of X or J.
 
-    A network takes it as its option `sparsity`; entries outside the patterns do not exist. The
+    Pass it to a network as the option `sparsity`; entries outside the patterns do not exist. The
     sizes of nodes add up to n/2 if node i owns the pair `(p[i], q[i])`, or to n if it owns the i-th
     piece of y (forward Euler and midpoint only).
 
     Args:
         R: the pattern of K, with ones on its diagonal.
         T: the pattern of X or J, symmetric; by default what X or J uses.
-        S: the graph; if given, the locality condition is checked.
-        sizes: the features of each node; by default all alike.
+        S: the graph; with it, the locality condition is checked.
+        sizes: the features of each node; by default all equal.
 
     Raises:
         OptionError: if the patterns or sizes do not fit together, or break the condition.
@@ -319,12 +319,12 @@ class Sparsity:
         return {"R": self.R, "T": self.T, "S": self.S}
 
     def node_sizes(self, features: int) -> tuple[int, ...]:
-        """The sizes as given, or else equal shares of the features."""
+        """The sizes if given, or equal shares of the features."""
         if self.sizes is not None:
             return self.sizes
         if features % self.nodes:
             raise OptionError(
-                f"{features} features cannot be shared alike by {self.nodes} nodes; give sizes."
+                f"{features} features cannot be split equally among {self.nodes} nodes; give sizes."
             )
         return (features // self.nodes,) * self.nodes
 
@@ -345,7 +345,7 @@ def node_sizes(sizes: Sequence[int], nodes: int) -> tuple[int, ...]:
     """One size >= 1 for each node, checked."""
     if isinstance(sizes, int) or len(sizes) != nodes:
         raise OptionError(
-            f"sizes must be {nodes} whole numbers, one a node, but got {sizes!r}."
+            f"sizes must be {nodes} whole numbers, one per node, but got {sizes!r}."
         )
     return tuple(positive_int("the size of a node", size) for size in sizes)
 
@@ -362,10 +362,10 @@ def _check_diagonal(name: str, pattern: Tensor) -> None:
 
 
 def design(S: Any, sizes: Sequence[int] | None = None) -> Sparsity:
-    """Patterns for T = I that need no more than the graph S and leave many weights free.
+    """Patterns for T = I that are local to the graph S and leave many weights free.
 
-    Only links both ways can be used, because gradients go back where states came from. Nodes that S
-    joins hear of each other: rows of R give up as many weights as that takes.
+    Only links in both directions are used, because gradients go back the way states came. Nodes in
+    one component of S always reach each other, even if rows of R must give up weights for that.
 
     Args:
         S: the graph `(M, M)`, with ones on its diagonal.

@@ -663,7 +663,7 @@ def test_a_model_that_gives_other_values_in_each_call_is_not_known():
 
     diagnosis = diagnose(Moving(), rows(8, 8))
     assert not diagnosis.faults
-    assert "other values in each call" in diagnosis.unknown[0]
+    assert "different values in each call" in diagnosis.unknown[0]
 
 
 @pytest.mark.parametrize(

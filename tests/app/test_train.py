@@ -250,7 +250,7 @@ def test_a_mistake_leaves_no_folder_behind(capsys):
         (["train", "--data", "swiss_roll", "--solver", "magic"], "magic"),
         (
             ["train", "--data", "swiss_roll", "--resume", "--overwrite"],
-            "give one",
+            "give only one",
         ),
         (["train", "--nonsense"], "--nonsense"),
         (["nonsense"], "nonsense"),

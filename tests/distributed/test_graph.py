@@ -414,7 +414,7 @@ def test_mistakes_in_node_files_are_sentences(tmp_path):
     fails(r"must hold x \(300, 2\)", y=good)
     fails("without gaps", x=good / 0)
     fails(r"must hold x \(300, 2\).* it has \(200, 2\)", x=good[:200])
-    fails("another order, by their id", x=good, id=torch.arange(300))
+    fails("differ in their id", x=good, id=torch.arange(300))
     path.write_bytes(b"no tensors")
     with pytest.raises(DataError, match="cannot read"):
         train(graph, tmp_path, epochs=1)

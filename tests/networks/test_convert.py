@@ -86,7 +86,7 @@ def test_models_that_cannot_be_converted_get_one_sentence():
             "normalise after each sum .norm_first=False.",
         ),
         (odd, "Odd has a forward of its own"),
-        (nn.Linear(2, 2), "Linear has no stack of blocks that is known"),
+        (nn.Linear(2, 2), "Linear has no stack of blocks that hdnn knows"),
         (encoder(0), "there are none"),
     ):
         with pytest.raises(OptionError, match=text) as raised:

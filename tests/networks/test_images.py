@@ -400,10 +400,10 @@ def test_what_is_no_image_is_an_error():
     for y, text in (
         (torch.zeros(4, 5, 5), r"images \(B, 4"),
         (torch.zeros(1, 4, 5, 5).int(), "torch.int32"),
-        (torch.zeros(1, 4, 5, 5, dtype=F64), "one dtype"),
+        (torch.zeros(1, 4, 5, 5, dtype=F64), "dtype of its weights"),
         ([], "list"),
     ):
         with pytest.raises(ShapeError, match=text):
             unit(y)
-    with pytest.raises(OptionError, match="no explicit inverse"):
+    with pytest.raises(OptionError, match="has an explicit inverse"):
         unit.inverse(torch.zeros(1, 4, 5, 5))

@@ -87,8 +87,8 @@ def test_shapes_that_do_not_fit_are_refused(wrong, words):
             ),
             "tied",
         ),
-        (lambda: hdnn.MLP(4, 3).refine(2), "no discretised ODE"),
-        (lambda: hdnn.MLP(4, 3).J, "no discretised Hamiltonian ODE"),
+        (lambda: hdnn.MLP(4, 3).refine(2), "does not discretise an ODE"),
+        (lambda: hdnn.MLP(4, 3).J, "does not discretise a Hamiltonian"),
         (lambda: hdnn.MS2(3, 3).J, "odd"),
         (
             lambda: hdnn.H1(4, 3).inverse(torch.randn(2, 4)),

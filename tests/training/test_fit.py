@@ -365,7 +365,7 @@ def test_a_finished_training_is_given_back(tmp_path):
 def test_another_training_is_not_resumed(tmp_path):
     x, t = rows()
     fit(make(), x, t, epochs=2, folder=tmp_path, progress=False)
-    with pytest.raises(CheckpointError, match="holds a training already"):
+    with pytest.raises(CheckpointError, match="already holds a training"):
         fit(make(), x, t, epochs=2, folder=tmp_path, progress=False)
     with pytest.raises(CheckpointError, match="its epochs is 2, not 3"):
         fit(

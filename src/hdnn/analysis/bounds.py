@@ -69,7 +69,7 @@ def bsm_bound_forward_euler(net: Network) -> Tensor:
     """An upper bound on the norms of all dy_N/dy_j in a network of forward Euler layers.
 
     It is `prod_j sqrt(1 + Q_j + Q_j^2)` with `Q_j = h_j S |K_j|^2 |J_j|` for a monotone activation,
-    and `prod_j (1 + Q_j)` for others. It is about the layers themselves, not about their ODE.
+    and `prod_j (1 + Q_j)` for others. It bounds the layers themselves, not their ODE.
 
     Args:
         net: an H1, MS2, or another network of forward Euler layers.
@@ -130,7 +130,7 @@ def gradient_bounds(net: Network) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on how far gradients grow or shrink, and the measured value beside it.
+    """A bound on the growth or shrinkage of gradients, beside the measured value.
 
     Attributes:
         name: "paper", "sharper", "forward Euler" or "budget".
@@ -138,7 +138,7 @@ class Bound:
         value: the bound.
         measured: the extreme singular value of all dy_N/dy_j; None if nothing was measured.
         rigorous: True if it holds for these layers, not only for the ODE that they discretise.
-        slack: the relative distance that rounding can have moved the two numbers.
+        slack: the relative error that rounding may have caused in the two numbers.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Bound:
 
     @property
     def holds(self) -> bool | None:
-        """None if nothing was measured, rounding hides it, or the bound is for the ODE only."""
+        """True if the measured value obeys it; None if unknown, or if it bounds only the ODE."""
         if not self.rigorous or self.measured is None or self.slack >= 1:
             return None
         if not math.isfinite(self.measured) or not math.isfinite(self.value):
@@ -161,7 +161,7 @@ class Bound:
 
     def __str__(self) -> str:
         if not 1 / SHOWN < self.value < SHOWN:
-            return f"{self.name}: too loose to say anything"
+            return f"{self.name}: too loose to be useful"
         text = f"{self.name}: a gradient keeps {self.side} {self.value:.4g} of its size"
         if self.measured is None:
             return text
@@ -175,12 +175,12 @@ class Bound:
 
 @torch.no_grad()
 def bounds(net: Network, y: Tensor | None = None) -> list[Bound]:
-    """All bounds on the gradients that are known for a network, the tightest last.
+    """All known bounds on the gradients of a network, the tightest last.
 
     Args:
         net: a network that discretises an ODE.
-        y: states `(*batch, n)` at which to compare each bound with what is measured there, in
-            float64.
+        y: states `(*batch, n)` at which gradients are measured in float64, to compare with each
+            bound.
 
     Returns:
         A list of `Bound`; print one to read it.

@@ -1,9 +1,10 @@
-"""The promise about a network's gradients, and whether numbers confirm it.
+"""The promise about a network's gradients, checked by numbers.
 
 The promise is norm(dy_N/dy_j) >= 1 for every sample and layer: each layer has a Jacobian of
 determinant 1 (or at least 1), so the product of any number of them has too, and a matrix whose
-determinant is at least 1 has no norm below 1. It is about the matrix: some direction does not
-shrink, while a single gradient can. What could not be computed never counts as holding.
+determinant is at least 1 has no norm below 1. The promise concerns the matrix: at least one
+direction does not shrink, but a single gradient can. Anything that could not be computed never
+counts as holding.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ PARTS = (Network, HamiltonianUnit, Coupling, Leapfrog, Reversible)
 
 @dataclass(frozen=True)
 class Certificate(JSONResult):
-    """The answer to 'is the gradient shrunk?', for a network or for the parts of a model.
+    """The answer to 'Is the gradient shrunk?' for a network, or for the parts of a model.
 
-    Made by `certify`. Print it to read it; `plot()` draws the norms against the layers. Of a model
-    that holds several parts, `certificate["name"]` is that of one part, and the figures are those
-    of the worst.
+    Made by `certify`. Print it to read it; `plot()` draws the norms against the layers. For a model
+    with several parts, `certificate["name"]` is the certificate of one part, and the figures are
+    those of the worst part.
 
     Attributes:
         network: what was certified, in one line.
@@ -79,19 +80,20 @@ class Certificate(JSONResult):
         trouble: what could not be computed, and why.
         layers: N.
         features: the entries of a state.
-        dtype: of the weights; all is computed from them in float64.
-        samples: how many points were looked at.
-        points: where these come from.
-        smallest_norm: over all points and layers j < N that were computed; NaN if there are none.
+        dtype: of the weights; all computations use them in float64.
+        samples: the number of points.
+        points: the origin of these points.
+        smallest_norm: over all points and layers j < N that could be computed; NaN if none could.
         smallest_at: the layer and the point of this norm.
         largest_norm: over the same.
-        symplectic: True if each layer is, up to rounding; None if not promised or not known.
+        symplectic: True if each layer is, up to rounding; None if this is not promised or not
+            known.
         symplectic_defect: the largest `symplectic_defect` of a layer.
-        bounds: every known `Bound`, compared with what was measured.
-        linear: True if the network is a linear map at these points, so that depth adds nothing.
+        bounds: every known `Bound`, compared with the measured value.
+        linear: True if the network is a linear map at these points, so depth adds nothing.
         by_layer: the curves of the plot: "layers", "smallest", "median" and "largest".
-        parts: of a model, the certificate of each Hamiltonian part, by its name.
-        others: the kinds of modules outside of all parts, which are not covered.
+        parts: the certificate of each Hamiltonian part of a model, by name.
+        others: the kinds of modules outside these parts, which are not covered.
 
     Examples:
         >>> import hdnn
@@ -130,14 +132,16 @@ class Certificate(JSONResult):
 
     @property
     def violations(self) -> tuple[str, ...]:
-        """The facts that are proved for this network and that the numbers contradict."""
+        """The facts that are proved for this network but contradicted by the numbers."""
         facts = []
         if self.holds is False and not self.parts:
             least = f"{self.smallest_norm:.6g}"
             facts.append(f"the smallest norm is {least}, where 1 is proved")
         if self.symplectic is False:
             defect = f"{self.symplectic_defect:.1e}"
-            facts.append(f"a layer is off symplectic by {defect}")
+            facts.append(
+                f"a layer is not symplectic, with a defect of {defect}"
+            )
         exceeded = [bound for bound in self.bounds if bound.holds is False]
         facts += [f"a bound is exceeded ({bound})" for bound in exceeded]
         for name, part in self.parts.items():
@@ -146,7 +150,7 @@ class Certificate(JSONResult):
 
     @property
     def status(self) -> str:
-        """In a word: "holds", "violated", "not known" or "not guaranteed"."""
+        """The answer in a word: "holds", "violated", "not known" or "not guaranteed"."""
         if self.violations:
             return "violated"
         if self.holds:
@@ -186,7 +190,7 @@ class Certificate(JSONResult):
                 f"at layer {self.smallest_at[0]} every direction of the gradient is shrunk, to "
                 f"{least} or less at one or more of {where}"
             )
-        return f"Nothing is proved for this network, it was only measured: {measured}"
+        return f"Nothing is proved for this network; measured: {measured}"
 
     def _summary_of_parts(self) -> str:
         count = len(self.parts)
@@ -252,23 +256,24 @@ def certify(
 ) -> Certificate:
     """Check that gradients are not shrunk: norm(dy_N/dy_j) >= 1 for all layers j.
 
-    For H2 this is th:nonvanishing_gradients_DT. All is computed in float64 and in evaluation mode.
-    Points at which the network itself overflows in its own dtype count as not computed.
+    For H2 this is th:nonvanishing_gradients_DT. All computations are in float64 and evaluation
+    mode. Points at which the network itself overflows in its own dtype count as not computed.
 
     Args:
-        model: a `hdnn.Model`, a network, a `HamiltonianUnit` or blocks of hdnn, compiled or not.
-            Any other module is searched for these; nothing is said about such a module as a whole.
-        y: inputs of the model, or states of a network, unit or block; further arguments are given
-            as a tuple, or by name as a dict. By default networks are certified at random states.
-        samples: the most points to look at; of images and of blocks at most 3. Samples of blocks
-            that depend on each other, as nodes of a graph do, are one state.
-        points: what the certificate calls them.
+        model: an `hdnn.Model`, a network, a `HamiltonianUnit` or blocks of hdnn, compiled or not.
+            Any other module is searched for these; the certificate says nothing about that module
+            as a whole.
+        y: inputs of the model, or states of a network, unit or block; give further arguments as a
+            tuple, or by name as a dict. By default networks are certified at random states.
+        samples: the largest number of points; at most 3 for images and blocks. Samples of blocks
+            that depend on each other, like nodes of a graph, are one state.
+        points: the name of these points in the certificate.
 
     Returns:
         A `Certificate`: print it to read it.
 
     Raises:
-        OptionError: if model is no module.
+        OptionError: if model is not a module.
         ShapeError: if y does not fit.
         DataError: if weights or y are not finite, or if the module does not run on y.
 
@@ -315,7 +320,7 @@ def _certify_part(
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         if not bool(weight.isfinite().all()):
             raise DataError(
-                f"the weight {name} is not finite: there is nothing to certify."
+                f"the weight {name} is not finite, so nothing can be certified."
             )
     is_network = isinstance(module, Network)
     with running(module, "y"):
@@ -403,7 +408,7 @@ def _judged(measured: Measured, promised: bool) -> tuple[bool | None, str]:
         return None, ""
     least = f"a norm of {float(inner.min()):.6g}"
     if below:
-        return None, f"Lanczos sees {least} only"
+        return None, f"Lanczos finds only {least}"
     if bool((inner < 1 - measured.slack.clamp_max(HIDDEN)).any()):
         return None, f"{least} is below 1 by less than rounding can make it"
     return True, ""

@@ -1,8 +1,8 @@
 """Networks in continuous time: the ODE that the layers discretise, and its sensitivities.
 
-dy(T)/dy(t) has an ODE of its own (eq:BackwardGradientDynamics), solved beside that of the states.
+dy(T)/dy(t) has its own ODE (eq:BackwardGradientDynamics), solved together with that of the states.
 Matrices are in denominator layout: for row vectors dy' = dy A with A = K^T D K J^T. Time runs from
-0 to T here, and not from T back as in the paper, so the sign turns: dPhi/dt = -A Phi.
+0 to T here, not from T back as in the paper, so the sign changes: dPhi/dt = -A Phi.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ METHOD = "DOP853"  # an explicit Runge-Kutta method of order 8
 class ContinuousNetwork:
     """The ODE that the layers discretise: `y' = J(t) K(t)^T sigma(K(t) y + b(t))` (eq:ODE_H).
 
-    Each layer's weights hold on its own step `[t_j, t_{j+1}]`: the ODE that `net.refine(k)` tends
-    to. A batch is solved as one system, in float64. Needs the extra `science`.
+    Each layer's weights apply on its own step `[t_j, t_{j+1}]`: this is the ODE that
+    `net.refine(k)` converges to. A batch is solved as one system, in float64. Needs the extra
+    `science`.
 
-    All methods take states y `(*batch, n)` at t = 0, and times t in 0 .. T, by default those where
-    layers meet. They raise a `ConvergenceError` if the ODE cannot be solved.
+    All methods take states y `(*batch, n)` at t = 0, and times t in 0 .. T, by default those of
+    `times`. They raise a `ConvergenceError` if the ODE cannot be solved.
 
     Args:
         net: a network; of a `Model`, its net.
@@ -38,7 +39,7 @@ class ContinuousNetwork:
         atol: absolute tolerance of the solver.
 
     Attributes:
-        times: (N+1,), where layers start and end.
+        times: (N+1,), the start and end of each layer.
         T: the last of these times.
         J: the interconnection: (n, n), or (N, n, n) if it differs from layer to layer.
 

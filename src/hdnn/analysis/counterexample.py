@@ -1,9 +1,9 @@
-"""Gradients that do grow: the paper's two-dimensional example, and how H2 can do worse.
+"""Gradients that grow: the paper's two-dimensional example, and a faster growth in H2.
 
 y' = eps J tanh(y) (eq:2D_Example) runs around closed orbits of H = log cosh p + log cosh q. Larger
-orbits take longer, so neighbours drift apart: linearly in t, with a slope that has a closed form,
-as the period has. Growth by a factor per layer needs large steps: H2 with one weight k is unstable
-at the origin where h k^2 > 2.
+orbits take longer, so neighbours drift apart: linearly in t. The slope and the period have closed
+forms. Growth by a factor per layer needs large steps: H2 with one weight k is unstable at the
+origin where h k^2 > 2.
 
 States y are `(*batch, 2)`; results have the batch shape of y.
 """
@@ -79,7 +79,7 @@ def measured_period(y: Tensor, eps: float = 1.0) -> float:
 def growth(y: Tensor, t: Tensor, eps: float = 1.0) -> Tensor:
     """dy(T)/dy(T - t) for y(T - t) = y and each t of (k,): `(k, *batch, 2, 2)`.
 
-    The weights are constant in time, so it depends on t and the state, but not on T.
+    The weights are constant in time, so this depends on t and the state, but not on T.
     """
     return example(float(t.max()), eps).forward_sensitivity(y, t)
 
@@ -119,7 +119,7 @@ def envelope_slope(y: Tensor, eps: float = 1.0) -> Tensor:
 def fitted_envelope(t: Tensor, sizes: Tensor) -> tuple[float, float]:
     """Slope and height at 0 of the line through the local maxima of sizes (k,) over t (k,).
 
-    Only maxima in the second half count: before, the bounded terms are not small yet.
+    Only maxima in the second half count: earlier, the bounded terms are still large.
     """
     inner = sizes[1:-1]
     rises = inner > sizes[:-2]

@@ -1,8 +1,9 @@
-"""The doctor: what is wrong with the gradients of any model, and where.
+"""The doctor: faults in the gradients of any model, and their places.
 
 A copy of the model runs a few times on some inputs. The states y_j are read from the graph of
-automatic differentiation: a tensor is one if every path from the output back to the input leads
-through it. Weights without a gradient are moved, to see whether the output depends on them.
+automatic differentiation: a tensor is a state if every path from the output back to the input
+passes through it. Weights without a gradient are changed, to see whether the output depends on
+them.
 """
 
 from __future__ import annotations
@@ -73,18 +74,18 @@ STEEP = {
 
 @dataclass(frozen=True)
 class Diagnosis(JSONResult):
-    """What is wrong with the gradients of a model at some inputs.
+    """The faults found in the gradients of a model at some inputs.
 
     Made by `diagnose`. Print it to read it; `plot()` draws the gradient against depth.
 
     Attributes:
         model: the kind of module.
         findings: every `Finding`, faults first.
-        layers: the states y_j on the way through the model, with their sizes and what is left of a
-            random gradient there.
+        layers: the states y_j on the way through the model, each with its size and the share of a
+            random gradient that reaches it.
         unknown: what could not be computed or decided.
-        samples: how many were looked at.
-        seconds: how long it took.
+        samples: the number of samples used.
+        seconds: the duration.
 
     Examples:
         >>> import hdnn, torch
@@ -106,7 +107,7 @@ class Diagnosis(JSONResult):
 
     @property
     def faults(self) -> tuple[Finding, ...]:
-        """The findings that say that something is wrong."""
+        """The findings that are faults."""
         return tuple(finding for finding in self.findings if finding.fault)
 
     @property
@@ -127,7 +128,7 @@ class Diagnosis(JSONResult):
         return f"{self.model}: no fault was found, gradients reach every layer."
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw what is left of a gradient against depth, with the layers at fault marked."""
+        """Draw the share of a gradient that is left at each depth, and mark faulty layers."""
         return plotting.diagnosis_gains(self, ax)
 
     def __str__(self) -> str:
@@ -150,26 +151,26 @@ def diagnose(
     target: Any = None,
     samples: int = SAMPLES,
 ) -> Diagnosis:
-    """Find out whether and where the gradients of a model vanish, explode, end or get lost.
+    """Find out if and where the gradients of a model vanish, explode, stop or get lost.
 
-    Copies of the model run a few times on x, in training mode if it is in it. Nothing of the model
-    is changed, and no random numbers are used up.
+    Copies of the model run a few times on x, in the mode of the model (training or evaluation). The
+    model itself and the global random state stay as they are.
 
     Args:
         model: any `nn.Module` that can be copied.
         x: its inputs: a tensor, a tuple of arguments, or a dict of named ones.
         loss: output -> a number, or (output, target) -> a number if there is a `target`. By default
             a random projection of the output.
-        target: what the loss compares the output with.
-        samples: the most to look at, where all tensors of x have as many rows.
+        target: the target of the loss.
+        samples: the largest number of samples to use, if all tensors of x have equally many rows.
 
     Returns:
         A `Diagnosis`; print it to read it.
 
     Raises:
-        OptionError: if the model is no module or has no parameters.
-        DataError: if x has no tensors or NaN in it, or if the model does not run on it or cannot
-            be copied and differentiated.
+        OptionError: if the model is not a module, or has no parameters.
+        DataError: if x contains NaN or no tensor, or if the model cannot be copied, run on x and
+            differentiated.
 
     Examples:
         >>> import hdnn, torch
@@ -183,7 +184,7 @@ def diagnose(
     model = unwrapped(model)
     if not [*model.parameters()]:
         raise OptionError(
-            f"this {type(model).__name__} has no parameters: nothing can be trained."
+            f"this {type(model).__name__} has no parameters, so there is nothing to train."
         )
     tensors = _tensors(x)
     has_nan = any(bool(tensor.isnan().any()) for tensor in tensors)
@@ -576,7 +577,7 @@ class Probe:
         self._find_detached(run, run.gradients(objective))
         if objective is None and not self.seen.detached:
             raise DataError(
-                f"no gradient leads from the output of this {type(self.model).__name__} back to "
+                f"no gradient flows from the output of this {type(self.model).__name__} back to "
                 "its parameters: it cannot be differentiated."
             )
         return self.seen
@@ -613,7 +614,7 @@ class Probe:
         seen = self.seen
         if not _same(run.outputs, ModelRun(self.model, self.x).outputs):
             seen.unknown.append(
-                "whether branches are detached: the model gives other values in each call"
+                "whether branches are detached: the model gives different values in each call"
             )
             return
         moved = dict.fromkeys(run.weights, NUDGES[0])
@@ -622,7 +623,7 @@ class Probe:
             seen.detached += _severed(run, other)
         else:
             seen.unknown.append(
-                "whether branches are detached: other modules run each time"
+                "whether branches are detached: different modules run in each call"
             )
         lost = [name for name in run.weights if name not in gradients]
         self._find_lost(run, lost)
@@ -651,7 +652,7 @@ class Probe:
                 own = ", ".join(name.rpartition(".")[2] for name in names)
                 seen.unknown.append(
                     f"whether {module or names[0]} is trained: it runs, but its {own} get no "
-                    "gradient, and the output did not change when they were moved"
+                    "gradient, and changing them did not change the output"
                 )
             else:
                 seen.unused += names
@@ -737,18 +738,19 @@ class Look:
 
 
 class GradientDoctor(Watcher):
-    """Looks at every so many steps of a training, and examines the model now and then.
+    """A monitor of the gradients of a training, which at times examines the whole model.
 
-    A look takes the gradients that the training has made. An examination is a `diagnose` at the
-    last inputs; it runs by itself as long as all of them take no more than a `share` of the
-    training. `examine()` runs one at once. A fault is told by a `GradientWarning`. Print the doctor
-    to read what it knows.
+    A look records the gradients that the training has computed. An examination is a `diagnose` at
+    the last inputs; it runs by itself while all examinations take no more than a `share` of the
+    training time. `examine()` runs one at once. Each fault gives a `GradientWarning`. Print the
+    doctor to read its findings.
 
     Args:
         model: any `nn.Module`.
-        optimizer: whose steps count, in a `with` block; without one, call `step()` after each.
+        optimizer: the optimiser whose steps count in a `with` block; without one, call `step()`
+            after each step.
         every: steps from one look to the next.
-        share: of the time of the training that examinations may take; 0 for none by themselves.
+        share: the fraction of the training time that examinations may take; 0 turns them off.
         loss: output -> a number, as `diagnose` takes it.
 
     Attributes:
@@ -821,7 +823,7 @@ class GradientDoctor(Watcher):
         """Diagnose the model as it is now, at its last inputs."""
         if self.inputs is None:
             raise OptionError(
-                "the doctor has seen no inputs yet: let the model run once first."
+                "the doctor has seen no inputs yet; run the model once first."
             )
         diagnosis = diagnose(self.model, self.inputs, loss=self.loss)
         self.diagnoses.append(diagnosis)

@@ -1,4 +1,4 @@
-"""The norm of dy_N/dy_j where the matrix is too large to be made, as for images.
+"""The norm of dy_N/dy_j where the matrix is too large to build, as for images.
 
 Golub-Kahan-Lanczos: k steps from a random start make A V = U B, B bidiagonal (k, k), V and U with
 orthonormal columns. The largest singular value of B is a lower bound of that of A. Derivatives are

@@ -1,8 +1,8 @@
-"""The norms of dy_N/dy_j at some states, and how far rounding can have moved them.
+"""The norms of dy_N/dy_j at some states, and the rounding errors in them.
 
-Vectors have their matrices multiplied layer by layer in closed form. Images and blocks of any
-modules are multiplied by vectors (Lanczos), so that their norms are lower bounds. What a module
-really computes is compared with its layers in turn: a hook or a method of its own that changes
+For vectors, the layers' matrices are multiplied in closed form. For images and blocks of any
+modules, they are only multiplied by vectors (Lanczos), so the norms are lower bounds. The module's
+own result is compared with its layers run in turn: a hook or an overridden method that changes
 values or gradients makes the measurement worthless, and `trouble` says so.
 """
 
@@ -38,8 +38,8 @@ FEW = 3  # samples of these, at the most
 STEPS = 8  # of Lanczos; if they see a norm below 1, take
 MORE_STEPS = 64
 CHANGED = (
-    "what it computes, or its gradient, is not that of its layers in turn: a hook, a method of "
-    "its own or random numbers change it"
+    "its result or its gradient is not that of its layers run in turn: a hook, an overridden "
+    "method or random numbers change it"
 )
 
 
@@ -124,7 +124,7 @@ def _measure_matrices(net: Network, states: Tensor) -> Measured:
     if bool(sizes.isfinite().all()):
         result.end = Phi
     elif bool(finite.all()):
-        result.trouble = "norms are beyond the largest float64"
+        result.trouble = "norms exceed the largest float64"
     else:
         bad = ~finite.all(1)
         first = int(bad.nonzero()[0])

@@ -117,7 +117,7 @@ def state_rows(y: Any, width: int) -> Tensor:
 
 
 def check_finite(y: Tensor) -> None:
-    """Refuse states with NaN or infinity in them."""
+    """Refuse states that contain NaN or infinity."""
     if not bool(y.isfinite().all()):
         raise DataError("y has NaN or infinite values; remove or replace them.")
 

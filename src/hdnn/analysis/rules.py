@@ -1,7 +1,7 @@
-"""What the doctor looks for: vanishing, exploding, dead, saturated, detached, unused, not finite.
+"""The doctor's rules: vanishing, exploding, dead, saturated, detached, unused, not finite.
 
-A rule is a function of an `Examination`, which holds all that was measured of a model on some
-inputs. Thresholds are meant for models of any kind: they leave out what is unusual but harmless.
+A rule is a function of an `Examination`, which holds all measurements of a model on some inputs.
+The thresholds suit models of any kind: they ignore what is unusual but harmless.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SATURATED = 0.8
 
 @dataclass(frozen=True)
 class Finding(JSONResult):
-    """One thing that is wrong, or worth knowing: where it is, in a sentence, with its figures.
+    """A fault, or something worth knowing: its place, a sentence about it, and its figures.
 
     Attributes:
         kind: "vanishing", "exploding", "dead units", "saturated", "detached", "unused" or "not
             finite".
-        layer: the module where it is.
-        sentence: what is wrong.
+        layer: the module it is about.
+        sentence: the description for people.
         figures: the numbers behind the sentence.
-        fault: False for a note, which may well be meant.
-        layers: all layers that it holds for.
+        fault: False for a note, which may well be intended.
+        layers: all layers it applies to.
     """
 
     kind: str
@@ -54,14 +54,14 @@ class Finding(JSONResult):
 
 @dataclass
 class LayerGain:
-    """A state y_j on the way through a model, and what is left of a random gradient there.
+    """A state y_j on the way through a model, and the share of a random gradient that reaches it.
 
     Attributes:
         layer: the module that makes the state.
         size: the norm of the state.
         rms: the root of the mean square of its entries.
         gain: the size of the gradient at y_j for one of size 1 at y_N.
-        own: the part of the gradient at y_j that the layer lets through to y_{j-1}.
+        own: the share of the gradient at y_j that the layer passes on to y_{j-1}.
     """
 
     layer: str
@@ -73,7 +73,7 @@ class LayerGain:
 
 @dataclass
 class ActivationCount:
-    """How many units and entries of an activation inside a module lie where it is flat."""
+    """The units and entries of an activation inside a module that lie where it is flat."""
 
     module: str
     operation: str
@@ -89,17 +89,17 @@ class ActivationCount:
 
 @dataclass
 class Examination:
-    """All that was measured of a model on some inputs.
+    """All measurements of a model on some inputs.
 
     Attributes:
         layers: the states up to y_N, which enters the head.
-        activations: how much of each is flat.
-        not_finite: the first module that makes NaN or infinity of finite inputs.
+        activations: the flat share of each.
+        not_finite: the first module that turns finite inputs into NaN or infinity.
         bad_gradient: the last state whose gradient is not finite.
         detached: modules that cut the gradient off.
         blocked: modules whose weights matter, but have a gradient of 0.
         unused: parameters that nothing depends on.
-        unknown: what could not be decided.
+        unknown: questions that could not be decided.
     """
 
     layers: list[LayerGain] = field(default_factory=list)
@@ -128,15 +128,15 @@ def not_finite(seen: Examination) -> Iterator[Finding]:
         yield Finding(
             "not finite",
             seen.not_finite,
-            f"{seen.not_finite} gives NaN or infinity for inputs that are finite; nothing after it "
-            "can be trained.",
+            f"{seen.not_finite} turns finite inputs into NaN or infinity; nothing after it can be "
+            "trained.",
         )
     elif seen.bad_gradient:
         yield Finding(
             "not finite",
             seen.bad_gradient,
             "The output is finite, but the gradient becomes NaN or infinite on its way back "
-            f"through {seen.bad_gradient}: a root, a norm or a division at zero does that.",
+            f"through {seen.bad_gradient}: a root, a norm or a division at zero does this.",
         )
 
 
@@ -146,7 +146,7 @@ def detached(seen: Examination) -> Iterator[Finding]:
         yield Finding(
             "detached",
             name,
-            f"The output depends on weights at {name} or before, but no gradient leads back to "
+            f"The output depends on weights at {name} or before, but no gradient flows back to "
             "them: look for detach(), no_grad(), .data or argmax there.",
             layers=tuple(seen.detached),
         )
@@ -177,7 +177,7 @@ def dead(seen: Examination) -> Iterator[Finding]:
         "dead units",
         first.module,
         f"{first.dead} of {first.units} units of {first.operation} in {first.module} are off for "
-        f"all samples{more}: no gradient comes through them.",
+        f"all samples{more}: no gradient passes through them.",
         {"dead": float(first.dead), "units": float(first.units)},
         layers=layers,
     )
@@ -214,8 +214,8 @@ def saturated(seen: Examination) -> Iterator[Finding]:
         yield Finding(
             "saturated",
             a.module,
-            f"{share:.0%} of the {a.operation} in {a.module} lie where it is flat: gradients do "
-            "not come through.",
+            f"{share:.0%} of the {a.operation} in {a.module} lie where it is flat, so gradients do "
+            "not pass through.",
             {"share": share},
         )
 
@@ -251,8 +251,8 @@ def _vanished(between: list[LayerGain], first: LayerGain) -> Finding:
     return Finding(
         "vanishing",
         names[0],
-        f"The gradient vanishes: {where} through {_few(rate)} of it, and {_few(first.gain)} is "
-        f"left at {first.layer}.",
+        f"The gradient vanishes: {where} through {_few(rate)} of it, and {_few(first.gain)} of it "
+        f"is left at {first.layer}.",
         {"left": first.gain, "a layer": rate},
         layers=tuple(names),
     )
@@ -271,9 +271,9 @@ def exploding(seen: Examination) -> Iterator[Finding]:
             yield Finding(
                 "exploding",
                 most.layer,
-                f"The gradient explodes: {most.layer} multiplies it by {most.own:.3g}, and by "
-                f"{state.gain:.2g} in all on the way back to {state.layer}. Smaller weights or a "
-                "normalisation there help.",
+                f"The gradient explodes: {most.layer} multiplies it by {most.own:.3g}; in all it "
+                f"grows by {state.gain:.2g} on the way back to {state.layer}. Use smaller weights "
+                "or a normalisation there.",
                 {"in all": state.gain, "a layer": most.own},
                 layers=tuple(layer.layer for layer in between if layer.own > 1),
             )
@@ -289,8 +289,7 @@ def unused(seen: Examination) -> Iterator[Finding]:
     yield Finding(
         "unused",
         layers[0],
-        f"{', '.join(layers[:5])}{more}: not called on these inputs, and the output does not "
-        "depend on the weights there.",
+        f"{', '.join(layers[:5])}{more}: not called on these inputs; the output ignores them.",
         {"parameters": float(len(seen.unused))},
         fault=False,
         layers=tuple(layers),

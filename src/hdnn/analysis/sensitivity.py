@@ -34,7 +34,7 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
         y: states `(*batch, n)`.
 
     Returns:
-        Matrices `(N, *batch, n, n)`; NaN where one of the two states is not finite.
+        Matrices `(N, *batch, n, n)`; NaN if either of the two states is not finite.
 
     Examples:
         >>> import hdnn, torch
@@ -64,7 +64,7 @@ def backward_sensitivity(net: Network, y: Tensor) -> Tensor:
         y: states `(*batch, n)`; those of a `Model` are `model.embed(x)`.
 
     Returns:
-        Matrices `(N+1, *batch, n, n)`; NaN for a sample whose states do not stay finite.
+        Matrices `(N+1, *batch, n, n)`; NaN for a sample with a state that is not finite.
 
     Raises:
         OptionError: if net is not a network.
@@ -197,9 +197,9 @@ def _of_finite(
 
 
 def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
-    """The distance of matrices from symplectic ones: `|Phi^T J Phi - J| / (|Phi|^2 |J|)`.
+    """The deviation of matrices from symplectic ones: `|Phi^T J Phi - J| / (|Phi|^2 |J|)`.
 
-    Relative to the sizes of the factors, so that it is a multiple of the rounding error.
+    It is relative to the sizes of the factors, so it is comparable with the rounding error.
 
     Args:
         Phi: matrices `(..., n, n)` in denominator layout, such as dy_N/dy_j.
@@ -218,7 +218,7 @@ def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
     needed = tuple(Phi.shape[-2:])
     if tuple(J.shape) != needed:
         raise ShapeError(
-            f"J has shape {tuple(J.shape)}, but one matrix {needed} is needed."
+            f"J has shape {tuple(J.shape)}, but must be one matrix {needed}."
         )
     tiny = torch.finfo(Phi.dtype).tiny
     size = norms(Phi).clamp_min(tiny)[..., None, None]

@@ -1,4 +1,4 @@
-"""Watch gradients through a training, in any loop: when to look, and what looks show."""
+"""Monitoring of gradients in any training loop: when to look, and what was seen."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ EXPLODED = 1e6
 
 
 class GradientWarning(UserWarning):
-    """Gradients that vanish, explode or cannot be computed, seen by a monitor or a doctor."""
+    """Gradients that vanish, explode or cannot be computed, noticed by a monitor or a doctor."""
 
 
 class Watcher:
-    """Counts the steps of a training, and calls `look` at some of them.
+    """A counter of the steps of a training, which calls `look` at some of them.
 
     In a `with` block it counts the steps of an optimiser; otherwise call `step()` after each.
     """
@@ -66,13 +66,13 @@ class Watcher:
         self.close()
 
     def close(self) -> None:
-        """Take all hooks away again."""
+        """Remove all hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
     def step(self) -> None:
-        """Count a step of the training, and look if it is time to."""
+        """Count a step of the training, and look if a look is due."""
         self.steps += 1
         if self._due():
             begun = time.perf_counter()
@@ -121,19 +121,20 @@ class Record:
 
 
 class GradientMonitor(Watcher):
-    """Records norm(dy_N/dy_j) of a network every few steps of a training.
+    """A record of norm(dy_N/dy_j) of a network, every few steps of a training.
 
-    It is a callback of `hdnn.training.fit`, or watches an optimiser in a `with` block around any
-    other loop. A `GradientWarning` tells when gradients vanish or explode for the first time. Print
-    the monitor for a summary, or see `plot()`, `table()` and `to_csv()`.
+    Use it as a callback of `hdnn.training.fit`, or in a `with` block around any other loop, where
+    it counts the optimiser's steps. When gradients first vanish or explode, it gives a
+    `GradientWarning`. Print the monitor for a summary, or see `plot()`, `table()` and `to_csv()`.
 
     Args:
-        model: a `hdnn.Model` or a network; a callback of `fit` gets it from there.
+        model: an `hdnn.Model` or a network; a callback of `fit` gets it from there.
         x: samples to look at: inputs of a model, states of a network.
-        every: steps from one look to the next. By default it looks often, as long as that takes
-            little of the time, and after each tenth more steps.
-        samples: the most samples of x to look at.
-        optimizer: whose steps count, in a `with` block; without one, call `step()` after each.
+        every: steps from one look to the next. By default it looks often while that costs little
+            time, and otherwise whenever the number of steps has grown by a tenth.
+        samples: the largest number of samples of x to look at.
+        optimizer: the optimiser whose steps count in a `with` block; without one, call `step()`
+            after each step.
 
     Attributes:
         records: one for each look: its step, and for each layer the smallest, median and largest
@@ -166,7 +167,7 @@ class GradientMonitor(Watcher):
     ) -> None:
         if not isinstance(x, Tensor) or x.ndim < 1 or not x.numel():
             raise ShapeError(
-                "x must be a tensor with the samples to look at, at least one."
+                "x must be a tensor with at least one sample to look at."
             )
         super().__init__(optimizer, every, SHARE)
         self.model = model
@@ -176,7 +177,7 @@ class GradientMonitor(Watcher):
         self.records: list[Record] = []
 
     def __call__(self, moment: Any) -> None:
-        """As a callback of `hdnn.training.fit`."""
+        """Count a step, as a callback of `hdnn.training.fit`."""
         self.model = moment.model
         self.step()
 
@@ -186,8 +187,8 @@ class GradientMonitor(Watcher):
         net = getattr(self.model, "net", self.model)
         if not isinstance(net, Network):
             raise OptionError(
-                "a monitor watches a hdnn.Model or a network; give it one, or use it as a callback "
-                f"of fit, but got {type(self.model).__name__}."
+                "a monitor watches an hdnn.Model or a network, but got "
+                f"{type(self.model).__name__}; give it a model, or use it as a callback of fit."
             )
         model = exact(self.model)
         y = self.x.to("cpu", torch.float64)
@@ -217,8 +218,8 @@ class GradientMonitor(Watcher):
         if small:
             self.warn(
                 "vanish",
-                f"gradients vanish: half of the samples have less than {VANISHED:g} of the "
-                f"gradient left from layer {max(small)} down; H2 and its relatives cannot do that.",
+                f"gradients vanish: half of the samples keep less than {VANISHED:g} of the "
+                f"gradient from layer {max(small)} down; H2 and its relatives cannot do that.",
             )
         if record.missing:
             self.warn(
@@ -235,14 +236,14 @@ class GradientMonitor(Watcher):
             )
 
     def table(self, name: str = "smallest") -> Tensor:
-        """One of the recorded norms as (records, N+1): smallest, median, largest or of_mean."""
+        """The recorded norms of one kind, (records, N+1): smallest, median, largest or of_mean."""
         choose("name", name, NAMES)
         rows = [getattr(record, name) for record in self.records]
         return torch.tensor(rows, dtype=torch.float64)
 
     @property
     def recorded_steps(self) -> list[int]:
-        """The steps at which it looked."""
+        """The steps of all looks."""
         return [record.step for record in self.records]
 
     def to_csv(self) -> str:
@@ -256,11 +257,11 @@ class GradientMonitor(Watcher):
         return "\n".join([*lines, ""])
 
     def plot(self, ax: Axes | None = None, *, name: str = "smallest") -> Axes:
-        """Draw the norms over steps and layers as colours, into `ax` or a new figure.
+        """Draw the norms as colours over steps and layers, into `ax` or a new figure.
 
         Args:
             ax: the Axes to draw into.
-            name: what is shown of the samples, as in `table`.
+            name: the kind of norm, as in `table`.
         """
         return plotting.gradient_surface(self, ax, name=name)
 

@@ -1,6 +1,6 @@
 """The commands of `hdnn` and their options.
 
-Commands import what they need when they run, so that the help is there at once.
+Commands import what they need when they run, so the help appears at once.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def train(**options: Any) -> None:
     configs=(LaunchOptions, GraphConfig),
 )
 def launch(**options: Any) -> None:
-    """Train on a graph of processes. Only neighbours talk; without data, the graph is checked."""
+    """Train on a graph of processes that talk only to neighbours. Without data, check the graph."""
     from hdnn.app import graph, scores, train
 
     values = chosen(options)
@@ -287,7 +287,7 @@ def certify(
     data: Annotated[
         str | None, Option(help="points to look at (default: test points)")
     ] = None,
-    samples: Annotated[int, Option(help="the most points to look at")] = 20,
+    samples: Annotated[int, Option(help="look at up to this many points")] = 20,
     as_json: JsonFlag = False,
 ) -> int:
     """Measure the gradients of a trained network. Exit code 1: a guarantee was not confirmed."""
@@ -312,7 +312,7 @@ def reproduce(
         str, Option(help="folder for the results")
     ] = "runs/reproduced",
 ) -> int:
-    """Run an experiment of the paper. Other options are passed on to it."""
+    """Run an experiment of the paper. All other options go to the experiment."""
     from hdnn import experiments
 
     names: Sequence[str] = EXPERIMENTS
@@ -333,7 +333,7 @@ def report(
     out: Annotated[str, Option(help="HTML file to write")] = "report.html",
     overwrite: OverwriteFlag = False,
 ) -> None:
-    """Make one HTML page of runs. It needs no network."""
+    """Make one HTML page of runs, which can be read offline."""
     from hdnn.app import report
     from hdnn.io import write_atomically
 
@@ -356,7 +356,7 @@ def play(
     ] = None,
     overwrite: OverwriteFlag = False,
 ) -> None:
-    """Watch two networks learn side by side in a browser. It needs no network."""
+    """Watch two networks learn side by side in a browser. It works offline."""
     from hdnn.app import play
 
     check_free(out, overwrite)

@@ -1,4 +1,4 @@
-"""Options of trainings: a dataclass each for tables, images and graphs, and TOML files of them.
+"""Options of trainings, in a dataclass for each kind of data and in TOML files.
 
 Fields with a help text are options of the command line. None means: chosen for the data.
 """
@@ -73,7 +73,7 @@ class Config:
         "learning rate of the first step; it falls to zero"
     )
     weight_decay: float | None = option(
-        "weight decay of the hidden layers (for a file, held-out rows decide)"
+        "weight decay of the hidden layers (for a file, chosen on held-out rows)"
     )
     smoothness: float | None = option(
         "penalty on differences between neighbouring layers"
@@ -199,7 +199,7 @@ class TableConfig(FileOptions, PlaneConfig):
                 weights[name] = float(number)
             except ValueError as error:
                 raise OptionError(
-                    f"class-weight must be balanced, or like yes=2,no=1, but got {entry!r}."
+                    f"class-weight must be balanced, or a list like yes=2,no=1, but got {entry!r}."
                 ) from error
         return weights
 
@@ -252,10 +252,10 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(OutputOptions):
-    """What `hdnn train` takes beside the options of a training."""
+    """The options of `hdnn train` besides those of a training."""
 
     config: str | None = option(
-        "TOML file with options under [train]; flags overrule it"
+        "TOML file with options under [train]; flags override them"
     )
     seeds: int | None = option(
         "train this many runs, with seed, seed + 1, and so on"
@@ -264,7 +264,7 @@ class RunOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(OutputOptions):
-    """What `hdnn launch` takes beside the options of a training."""
+    """The options of `hdnn launch` besides those of a training."""
 
     nodes: int | None = option("train on a ring of this many nodes")
     parts: int | None = option(
@@ -334,7 +334,7 @@ def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
     options = content.get("train", content.get("launch"))
     if not isinstance(options, dict):
         raise OptionError(
-            f"{path} has no table [train]; write the options below that line."
+            f"{path} has no table [train]; write [train] and the options below it."
         )
     return {name.replace("-", "_"): value for name, value in options.items()}
 

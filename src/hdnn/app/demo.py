@@ -51,7 +51,9 @@ def draw(jobs: Mapping[str, train.Job], folder: Path) -> None:
         panels[0][column].set_title(title)
         job.certificate.plot(panels[1][column])
         panels[1][column].set_yscale("log")
-        panels[1][column].set_title(f"{name}: gradient from the output back")
+        panels[1][column].set_title(
+            f"{name}: gradient on its way back from the output"
+        )
     low = min(panel.get_ylim()[0] for panel in panels[1])
     high = max(panel.get_ylim()[1] for panel in panels[1])
     for panel in panels[1]:

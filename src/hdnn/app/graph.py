@@ -55,7 +55,7 @@ def join(values: Mapping[str, Any]) -> dict[str, Any]:
     table = config.data not in planar.SETS and not os.path.isdir(config.data)
     if size > 1 and table:
         raise OptionError(
-            "several processes need a file for each node: write them by "
+            "several processes need a file for each node; write these files with "
             "hdnn.distributed.write_nodes, and give their folder as --data."
         )
     if run.complete and "resume" in values:
@@ -124,7 +124,7 @@ class GraphJob(Job):
         for place, source in enumerate(self.data.encoder.sources):
             if source not in columns:
                 raise OptionError(
-                    f"the graph gives the column {source!r} to no node; add it to columns, or "
+                    f"the graph assigns the column {source!r} to no node; add it to columns, or "
                     f"leave it out: --drop {source}."
                 )
             owners.setdefault(columns[source], []).append(place)
@@ -187,7 +187,7 @@ class GraphJob(Job):
 
 
 def needs(path: str) -> dict[str, Any]:
-    """What the graph of a file has, and which links its updates need and lack."""
+    """The facts about the graph of a file, and the links that its updates need but lack."""
     graph = Graph.read(path)
     neighbours = [len(row) - 1 for row in graph.used]
     return {

@@ -34,7 +34,7 @@ def about() -> dict[str, dict[str, str]]:
     for name in CORE:
         versions[name] = importlib.metadata.version(name)
     devices = {
-        "cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of PyTorch"
+        "cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} PyTorch threads"
     }
     for index in range(torch.cuda.device_count()):
         devices[f"cuda:{index}"] = torch.cuda.get_device_name(index)

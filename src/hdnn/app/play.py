@@ -118,7 +118,7 @@ def serve(port: int = 0, *, browser: bool = True) -> None:
         ) from error
     with server:
         address = f"http://{HOST}:{server.server_port}/"
-        sys.stdout.write(f"the playground is at {address} (Ctrl-C ends it)\n")
+        sys.stdout.write(f"the playground is at {address} (Ctrl-C stops it)\n")
         sys.stdout.flush()
         if browser:
             webbrowser.open(address)

@@ -1,4 +1,4 @@
-"""Answers of trained models, and scores: never alone, but beside what is easy to reach."""
+"""Answers of trained models, and scores: never alone, always beside a simple baseline."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
     if options["data"] in IMAGE_SETS:
         if data not in IMAGE_SETS:
             raise OptionError(
-                f"the run is about images; give mnist or cifar10, not {data}."
+                f"the run was trained on images; give mnist or cifar10, not {data}."
             )
         images = train.load_images(data)
         x = images.normalised(images.images_test, torch.float32)

@@ -1,4 +1,4 @@
-"""One HTML page of runs: scores, tables, pictures and certificates, with nothing outside of it."""
+"""One HTML page of runs, without external files: scores, tables, pictures and certificates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PICTURES = {
     "decision_regions": "Decision regions and test points.",
     "training": "The training, epoch by epoch.",
     "norms": "Norm of dy_N/dy_j over the layers: below 1, a gradient shrinks in every direction.",
-    "contrast": "The same depth twice: H2, and a perceptron whose gradients vanish.",
+    "contrast": "H2, and a perceptron of the same depth whose gradients vanish.",
 }
 
 
@@ -53,7 +53,7 @@ def page(folders: Sequence[str]) -> tuple[str, int]:
 
 
 class RunOnPage:
-    """What the page says of one run; a damaged file becomes a sentence."""
+    """The part of the page about one run; a damaged file becomes a sentence."""
 
     def __init__(self, run: Run) -> None:
         self.name = str(run.folder)

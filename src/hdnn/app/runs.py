@@ -1,4 +1,4 @@
-"""Runs: a folder each, with its config from the start on, and its results at the end.
+"""Runs: a folder for each, with the config from the start, and the results at the end.
 
 config.toml says what was trained, metrics.json how well, model.safetensors is the model with its
 columns. While a training goes on, its state is in the folder `training`.
@@ -81,7 +81,7 @@ class Run:
         return io.load(self.model_file)
 
     def columns(self) -> Any:
-        """How rows become inputs and outputs become answers: an encoder and a target."""
+        """The encoder of rows as inputs, and the target that turns outputs into answers."""
         from hdnn.data.tables import Encoder, Target
 
         note = io.load_tensors(self.model_file)[1].get("note")
@@ -126,7 +126,7 @@ class Run:
             if not own or path.is_symlink():
                 raise CheckpointError(
                     f"{self.folder} holds {path.name}, which is not part of a run, so nothing was "
-                    "removed; move it away, or choose another folder with --out."
+                    "removed; move that file away, or choose another folder with --out."
                 )
         for path in entries:
             if path.is_dir():

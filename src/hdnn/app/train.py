@@ -119,7 +119,7 @@ def check_folders(runs: list[Run], options: Mapping[str, Any]) -> None:
     """Refuse to write over runs unless asked to."""
     if "resume" in options and "overwrite" in options:
         raise OptionError(
-            "--resume continues a run and --overwrite replaces it; give one."
+            "--resume continues a run and --overwrite replaces it; give only one."
         )
     if "resume" not in options and "overwrite" not in options:
         for run in runs:
@@ -418,7 +418,7 @@ class Job:
 
 
 class TableJob(Job):
-    """A training on a file: that of the estimators, with a folder."""
+    """A training on a file, as by the estimators, with a folder."""
 
     def __init__(self, config: TableConfig) -> None:
         config = replace(config, device=find_device(config.device))
@@ -488,7 +488,7 @@ def estimator(config: TableConfig, classes: Sequence[str]) -> Any:
     if weights is not None:
         if not classes:
             raise OptionError(
-                f"{config.target} has values, not classes: no --class-weight."
+                f"{config.target} has values, not classes; leave --class-weight out."
             )
         if isinstance(weights, dict):
             for name in weights:
@@ -541,7 +541,7 @@ class ImageJob(Job):
         settings = recipes.image_settings(*place, epochs=epochs)
         if not settings and (config.layers or config.T or config.activation):
             raise OptionError(
-                f"{config.network} has no Hamiltonian layers to set."
+                f"{config.network} takes no --layers, --T or --activation."
             )
         settings |= pick(config, ("layers", "activation"))
         layers = settings.get("layers")

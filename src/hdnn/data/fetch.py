@@ -30,15 +30,15 @@ FILES: dict[str, dict[str, str | None]] = {
 
 
 def download(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Download "mnist" or "cifar10"; files that are there already are not downloaded again.
+    """Download "mnist" or "cifar10", but not the files that are already there.
 
     Args:
         name: of the set.
-        folder: for the files; by default the folder that the environment variable HDNN_DATA names,
-            or else `data`.
+        folder: for the files; by default the one named by the environment variable HDNN_DATA, or
+            else `data`.
 
     Returns:
-        The folder of the files.
+        The folder with the files.
 
     Raises:
         DataError: if a file cannot be downloaded, or is not the public one.

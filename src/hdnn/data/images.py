@@ -1,7 +1,7 @@
 """Labelled images that stay on one device: MNIST, CIFAR-10, a hold-out, augmentation.
 
-Pixels are bytes (B, C, H, W) until they are normalised: a whole set is small enough for a GPU.
-Files are searched in the folder of the environment variable HDNN_DATA, or else in `data`;
+Pixels are bytes (B, C, H, W) until they are normalised, so a whole set fits on a GPU. Files are
+looked for in the folder named by the environment variable HDNN_DATA, or else in `data`;
 `hdnn.data.download` fetches them.
 """
 
@@ -40,15 +40,15 @@ class ImageData:
     """Images in bytes with their labels, to train on and to test with.
 
     Attributes:
-        name: of the set, under which results are reported.
-        images_train: those to train on, (B, C, H, W), of `torch.uint8`.
+        name: of the set, as reported with results.
+        images_train: the training images, (B, C, H, W), of `torch.uint8`.
         t_train: their labels, whole numbers from 0 to classes-1, (B,).
-        images_test: those to test with.
+        images_test: the test images.
         t_test: their labels.
         classes: the names of the classes.
         mean: of each channel, of pixels between 0 and 1.
         std: the standard deviation of each channel.
-        remark: where the pixels come from, if they are not the original ones.
+        remark: the origin of the pixels, if they are not the original ones.
 
     Examples:
         >>> import torch
@@ -87,7 +87,7 @@ class ImageData:
                 )
             if ((t < 0) | (t >= count)).any():
                 raise DataError(
-                    f"{self.name}: labels must be 0 to {count - 1}, but reach from {t.min()} to "
+                    f"{self.name}: labels must be 0 to {count - 1}, but range from {t.min()} to "
                     f"{t.max()}."
                 )
 
@@ -119,9 +119,9 @@ class ImageData:
         return torch.stack(channels, -3).to(dtype)
 
     def holdout(self, count: int, seed: int = 0) -> Self:
-        """The set with `count` of its training images in place of the test images.
+        """The set with `count` of its training images as test images.
 
-        Each class has its share of them; the seed decides which.
+        They are drawn by the seed, from each class in proportion to its size.
         """
         total = len(self.t_train)
         if not 0 < count < total:
@@ -166,13 +166,13 @@ def draw(
 def augment(
     images: Tensor, shifts: Tensor, flips: Tensor, *, pad: int = 4
 ) -> Tensor:
-    """Each image padded by zeros, cropped to its size, and mirrored where `flips` says so.
+    """Each image padded with zeros, cropped to its size, and mirrored if its `flips` is true.
 
     Args:
         images: (B, C, H, W), in bytes or normalised.
-        shifts: where to crop, rows and columns (B, 2) from 0 to 2 pad, as `draw` gives them.
-        flips: which images to mirror, (B,).
-        pad: pixels that are added on each side.
+        shifts: rows and columns (B, 2) at which to crop, from 0 to 2 pad, as `draw` gives them.
+        flips: True for images to mirror, (B,).
+        pad: pixels added on each side.
 
     Examples:
         >>> import torch
@@ -219,12 +219,12 @@ BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 
 
 def load_mnist(folder: str | os.PathLike[str] | None = None) -> ImageData:
-    """MNIST, 60,000 images to train on and 10,000 to test with, of 1 x 28 x 28 pixels.
+    """MNIST: 60,000 training and 10,000 test images of 1 x 28 x 28 pixels.
 
-    Read from its four IDX files, plain or compressed by gzip, in `folder` or `folder/mnist`.
+    It is read from its four IDX files, plain or gzipped, in `folder` or `folder/mnist`.
 
     Raises:
-        DataError: if a file is missing, damaged or another one.
+        DataError: if a file is missing, damaged or not the expected one.
     """
     home = data_folder(folder)
     tensors = []
@@ -258,17 +258,16 @@ def _find(home: Path, name: str, candidates: tuple[str, ...]) -> Path:
         if (home / candidate).exists():
             return home / candidate
     raise DataError(
-        f"{name} is not there: found no {candidates[0]} in {home}; download it with "
-        f"hdnn.data.download({name!r}, {str(home)!r}), or set HDNN_DATA to the folder that "
-        "holds it."
+        f"{name} is missing: there is no {candidates[0]} in {home}; download it with "
+        f"hdnn.data.download({name!r}, {str(home)!r}), or set HDNN_DATA to its folder."
     )
 
 
 def _check(path: Path | str, content: bytes, sha256: str) -> None:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(
-            f"{path} does not have the SHA-256 of the public file; it is damaged or another set: "
-            "download it again."
+            f"{path} does not have the SHA-256 of the public file; it is damaged or from another "
+            "set; download it again."
         )
 
 
@@ -307,15 +306,15 @@ TARS = ("", ".tar", ".tar.xz", ".tar.gz")
 def load_cifar10(
     folder: str | os.PathLike[str] | None = None,
 ) -> ImageData:
-    """CIFAR-10, 50,000 images to train on and 10,000 to test with, of 3 x 32 x 32 pixels.
+    """CIFAR-10: 50,000 training and 10,000 test images of 3 x 32 x 32 pixels.
 
-    Read from its binary distribution, or else from JPEG or PNG images in a folder or a tar archive
-    (`train/cat/..`); the name of the set says so. Images are decoded once, and kept in the cache of
-    `torch.hub`. Nothing is unpacked to disk.
+    It is read from its binary distribution, or else from JPEG or PNG images in a folder or a tar
+    archive (`train/cat/..`), as the name of the set then says. Images are decoded once, and cached
+    in the folder of `torch.hub`. Nothing is unpacked to disk.
 
     Raises:
-        DataError: if the set is missing, incomplete, damaged or another one.
-        MissingExtraError: if there are images, but no Pillow to decode them.
+        DataError: if the set is missing, incomplete, damaged or not CIFAR-10.
+        MissingExtraError: if Pillow is missing, which decodes the images.
     """
     home = data_folder(folder)
     images = tuple(name + ending for ending in TARS for name in IMAGES)

@@ -1,9 +1,9 @@
 """Two classes in the plane: Swiss roll, double moons, double circles.
 
-Every set is a union of arcs, each with points at equal angles, made in float64 and shuffled once.
-After the shuffle the even indices are for training and the odd ones for testing. All functions take
-the number of `points` (at least 8, half of them for training), the `seed` of noise and order, and
-the `dtype` and `device` of the tensors.
+Every set is a union of arcs with points at equal angles, made in float64 and shuffled once. After
+that, points with even indices are for training and the others for testing. All functions take the
+number of `points` (at least 8, half of them for training), the `seed` of noise and order, and the
+`dtype` and `device` of the tensors.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class PlanarData:
-    """Points (B, 2) with labels 0 or 1 (B,), half to train on and half to test with.
+    """Points (B, 2) with labels 0 or 1 (B,), one half for training and one for testing.
 
     Attributes:
         name: of the set.
-        x_train: points to train on, (B, 2).
+        x_train: the training points, (B, 2).
         t_train: their labels, (B,).
-        x_test: points to test with, (B, 2).
+        x_test: the test points, (B, 2).
         t_test: their labels, (B,).
-        domain: the least and largest x1, then x2, of a picture of the set.
+        domain: the smallest and largest x1, then x2, in a picture of the set.
 
     Examples:
         >>> import hdnn
@@ -79,7 +79,7 @@ def swiss_roll(points: int = 8000, **options: Any) -> PlanarData:
 
 
 def double_moons(points: int = 8000, **options: Any) -> PlanarData:
-    """Half circles that interlock, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2."""
+    """Interlocking half circles, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2."""
     arcs = []
     for x in (0.0, 2.0):
         arcs.append(Arc(0, 1.0, turns=0.5, x=x))

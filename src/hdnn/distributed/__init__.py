@@ -1,8 +1,8 @@
-"""Networks on a graph of processes that talk to their neighbours only.
+"""Networks on a graph of processes that communicate only with their neighbours.
 
-A `Graph` says which nodes are linked, `train` trains one network on it as one of several processes
-under torchrun, and `launch` starts them on this machine. Messages are neither encrypted nor
-authenticated: use networks, and machines, that you trust.
+A `Graph` holds the nodes and their links, `train` trains one network on it as one of several
+processes under torchrun, and `launch` starts these processes on this machine. Messages are neither
+encrypted nor authenticated: use networks, and machines, that you trust.
 """
 
 from hdnn.distributed.exchange import LostError, Messages, exchange

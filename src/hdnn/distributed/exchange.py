@@ -1,8 +1,8 @@
 """Messages between linked processes, by gloo: rows of the state, and sums along a tree.
 
-`exchange` is the one function that gradients pass through: its backward is the reverse exchange.
-There is no collective operation, and gloo opens a connection when it is first used, so processes
-that own no linked nodes are never connected. Messages are neither encrypted nor authenticated.
+Gradients pass only through `exchange`, whose backward pass is the reverse exchange. There are no
+collective operations, and gloo opens a connection only when it is first used, so processes that own
+no linked nodes are never connected. Messages are neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LATE = re.compile("timed? ?out", re.IGNORECASE)  # as gloo and the store say
 
 
 class LostError(HDNNError):
-    """A process of the training is gone or silent; it may help to start all of them again."""
+    """A process of a training that was lost or fell silent; starting all of them again may help."""
 
 
 def world() -> tuple[int, int]:
@@ -47,7 +47,7 @@ class Messages:
 
     Args:
         plan: the share of this process.
-        store: where all processes meet; None for a single process.
+        store: the meeting point of all processes; None for a single process.
         timeout: seconds after which a silent process counts as lost.
 
     Attributes:
@@ -89,7 +89,7 @@ class Messages:
     # Along the tree
 
     def up(self, x: Tensor) -> Tensor:
-        """The sum over all processes at the root; elsewhere the sum over those below."""
+        """The sum over all processes at the root; elsewhere the sum over the processes below."""
         received = {child: torch.empty_like(x) for child in self.plan.children}
         self.swap({}, received)
         total = x.contiguous()
@@ -100,7 +100,7 @@ class Messages:
         return total
 
     def down(self, x: Tensor) -> Tensor:
-        """The root's x, everywhere; others give a tensor of the same shape and dtype."""
+        """The root's x, on every process; the others pass a tensor of the same shape and dtype."""
         x = x.contiguous()
         if self.plan.parent is not None:
             x = torch.empty_like(x)
@@ -149,10 +149,10 @@ class Messages:
         for rank, entry in enumerate(entries):
             differing = [k for k in facts if entry.get(k) != first.get(k)]
             if differing:
-                names = " and another ".join(differing)
+                names = " and ".join(differing)
                 raise OptionError(
-                    f"{self.plan.name(rank)} has another {names} than {self.plan.name(0)}; start "
-                    "all processes with the same."
+                    f"{self.plan.name(rank)} and {self.plan.name(0)} differ in {names}; start all "
+                    "processes with the same."
                 )
         out = {peer: torch.ones(1) for peer in self.plan.peers}
         into = {peer: torch.ones(1) for peer in self.plan.peers}
@@ -186,7 +186,7 @@ class Messages:
 
 
 def connect(plan: Plan, timeout: float = 60.0) -> Messages:
-    """Meet the other processes, as the variables of torchrun say.
+    """Meet the other processes, according to torchrun's environment variables.
 
     Args:
         plan: the share of this process.
@@ -194,14 +194,14 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
 
     Raises:
         LostError: if the processes do not meet in time.
-        OptionError: if this process is in a process group already.
+        OptionError: if this process already belongs to a process group.
     """
     rank, size = world()
     if size == 1:
         return Messages(plan)
     if dist.is_initialized():
         raise OptionError(
-            "this process is in a process group already; destroy that first."
+            "this process already belongs to a process group; destroy that group first."
         )
     # Otherwise all connect to all.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -250,18 +250,18 @@ def exchange(
     *,
     reverse: bool = False,
 ) -> Tensor:
-    """The own rows and those of neighbours; in reverse, what all processes add to the own rows.
+    """The rows of this process and its neighbours; in reverse, sums for the rows of this process.
 
-    Each is the transpose of the other, and so its backward.
+    Each is the transpose of the other, and so its backward pass.
 
     Args:
-        x: the own rows `(rows, batch)`; in reverse, the extended ones.
-        halo: which rows go where.
+        x: the rows of this process `(rows, batch)`; in reverse, the extended rows.
+        halo: the destinations of rows.
         messages: of this process.
-        reverse: add up instead of gather.
+        reverse: add rows up instead of gathering them.
 
     Returns:
-        The extended rows `(extended, batch)`; in reverse, the own ones.
+        The extended rows `(extended, batch)`; in reverse, the rows of this process.
     """
     if not halo.send and not halo.receive:
         return x
@@ -269,7 +269,7 @@ def exchange(
 
 
 def collect(x: Tensor, messages: Messages) -> Tensor:
-    """The sum over all processes, at the root; its gradient is the root's, everywhere."""
+    """The sum over all processes, at the root; its gradient goes from the root to all processes."""
     return _Collect.apply(x, messages)  # pyright: ignore[reportReturnType]
 
 

@@ -1,4 +1,4 @@
-"""Graphs of nodes that own features: who is linked to whom, from Python or from a TOML file.
+"""Graphs of nodes that own features, and their links, from Python or from a TOML file.
 
     nodes = 8
     edges = [[0, 1], [1, 2]]          # S: who may depend on whom, both ways
@@ -44,11 +44,11 @@ MOST_DESIGNED = 1000  # nodes, for which an R is found in seconds
 
 
 class Graph:
-    """Nodes that own features, the links they talk along, and the patterns of their weights.
+    """Nodes that own features, the links between them, and the patterns of their weights.
 
     Args:
         nodes: their number; may be left out if `names` are given.
-        edges: pairs of nodes that may depend on each other (S); if given, R must keep to them.
+        edges: pairs of nodes that may depend on each other (S); if given, R must respect them.
         R: the links of K, as pairs of nodes or as a matrix of 0 and 1; by default those that free
             most weights for the edges.
         sizes: the pairs (p, q) of features of each node, or one number for all.
@@ -56,7 +56,8 @@ class Graph:
         columns: the node of each column of a table, or the columns of each node.
 
     Raises:
-        OptionError: if there are too many nodes, or a link, size, name or column does not fit them.
+        OptionError: if there are too many nodes, or if a link, size, name or column does not fit
+            the nodes.
 
     Examples:
         >>> from hdnn.distributed import Graph
@@ -109,7 +110,7 @@ class Graph:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Graph:
-        """The graph of a TOML file, whose keys are the arguments of this class.
+        """The graph in a TOML file, whose keys are the arguments of this class.
 
         Raises:
             DataError: if the file cannot be read or is not valid TOML.
@@ -136,13 +137,13 @@ class Graph:
 
     @classmethod
     def ring(cls, nodes: int, size: int = 1) -> Graph:
-        """Nodes on a ring, each linked with its two neighbours."""
+        """Nodes on a ring, each linked to its two neighbours."""
         links = [[i, (i + 1) % nodes] for i in range(nodes)]
         return cls(nodes, R=links, sizes=size)
 
     @classmethod
     def grid(cls, rows: int, columns: int, size: int = 1) -> Graph:
-        """Nodes on a grid, each linked with its up to four neighbours."""
+        """Nodes on a grid, each linked to its neighbours, at most four."""
         nodes = range(rows * columns)
         links = []
         for i in nodes:
@@ -172,7 +173,7 @@ class Graph:
         return torch.tensor(places)
 
     def breaches(self, most: int = 1000) -> list[Breach]:
-        """Pairs of nodes that updates need and the edges lack, up to so many of them."""
+        """Pairs of nodes that updates need but edges do not link, up to a number of them."""
         if self.S is None:
             return []
         T = [[node] for node in range(self.nodes)]
@@ -180,7 +181,7 @@ class Graph:
         return list(islice(breaches, most))
 
     def check(self) -> None:
-        """Raise an `OptionError` unless updates need linked nodes only and all are joined."""
+        """Raise an `OptionError` unless the graph is connected and updates need only links."""
         sparsity.check_no_breach(self.breaches(5), self.label)
         apart = sparsity.groups(self.talking)
         if len(apart) > 1:
@@ -188,7 +189,7 @@ class Graph:
             second = self.label(apart[1][0])
             raise OptionError(
                 f"the graph has {len(apart)} connected components, but nodes learn together only "
-                f"if links join them: add one between {first} and {second}."
+                f"if they are connected; add a link between {first} and {second}."
             )
 
     def label(self, node: int) -> str:
@@ -198,7 +199,7 @@ class Graph:
         return str(node)
 
     def key(self, node: int) -> str:
-        """The name of a node in file names: node-00003 or node-pump."""
+        """A name for the files of a node: node-00003 or node-pump."""
         if self.names:
             return f"node-{self.names[node]}"
         return f"node-{node:05d}"
@@ -209,7 +210,7 @@ class Graph:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def table(self) -> dict[str, Any]:
-        """The arguments that make this graph, as TOML and JSON can hold them."""
+        """The constructor arguments of this graph, as TOML and JSON can hold them."""
         table: dict[str, Any] = {"nodes": self.nodes}
         if self.S is not None:
             table["edges"] = _edges(self.S)
@@ -238,7 +239,7 @@ class Graph:
         """The R that leaves most weights free."""
         if self.S is None or self.nodes > MOST_DESIGNED:
             raise OptionError(
-                f"R is missing; it is designed from edges, for up to {MOST_DESIGNED} nodes."
+                f"R is missing; without R, give edges and at most {MOST_DESIGNED} nodes."
             )
         designed = sparsity.design(_matrix(self.S), self.sizes)
         return sparsity.links_of(designed.R)
@@ -321,8 +322,8 @@ def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
         fits = isinstance(name, str) and NAME.fullmatch(name)
         if not fits or name.isdecimal() or name.casefold() in seen:
             raise OptionError(
-                f"names has {name!r:.60}, but a name has 1 to 64 letters, digits, blanks, dots, "
-                "- and _, begins with a letter or a digit, is not a number, and stands there once."
+                f"names has {name!r:.60}, but a name has 1 to 64 letters, digits, blanks, dots, - "
+                "and _, begins with a letter or a digit, is not a number, and is given once."
             )
         seen.add(name.casefold())
     return tuple(names)

@@ -1,4 +1,4 @@
-"""Start the processes of a training on this machine by torchrun, and hear how they end."""
+"""The start of a training's processes on this machine with torchrun, and their errors."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def launch(
     tell: Callable[[dict[str, Any]], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Run `train` in processes of this machine, and return the metrics.
+    """Run `train` in several processes on this machine, and return the metrics.
 
     Args:
         graph: as in `train`.
         *arguments: as in `train`.
-        processes: that share the nodes; by default one for each node.
-        restarts: how many times all are started again after one is lost, to resume from `folder`.
+        processes: the number of processes that share the nodes; by default one per node.
+        restarts: the number of times that all processes resume from `folder` after one is lost.
         tell: called with a dict after each epoch.
         **options: as in `train`; with `gather`, the model is in `folder`.
 
     Raises:
-        OptionError: if a process ends with a mistake in its arguments or data.
-        LostError: if a process is lost, and none of the restarts helps.
+        OptionError: if a process ends because of a mistake in its arguments or data.
+        LostError: if a process is lost, and no restart helps.
     """
     plan = Plan(
         graph, partition(graph, graph.nodes if processes is None else processes)

@@ -1,4 +1,4 @@
-"""The layers of a network on the nodes of one process: its rows of K and b, in any scheme."""
+"""The layers of a network for the nodes of one process: its rows of K and b, in any scheme."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SCHEMES = {
 class GraphForce(NamedTuple):
     """`K^T sigma(K x + b)` for the rows of one process, as `hdnn.schemes.Force` for all rows.
 
-    The neighbours' x is gathered, then what K^T adds to their rows goes back to them.
+    The neighbours' x is gathered; what K^T adds to their rows is then sent back.
 
     Args:
-        K: the free entries of the own block rows, node after node: `(N, entries)`.
-        b: biases of the own rows, `(N, rows)`.
-        halo: which rows go where.
+        K: the free entries of this process's block rows, node after node: `(N, entries)`.
+        b: biases of these rows, `(N, rows)`.
+        halo: the destinations of rows.
         messages: of this process.
     """
 
@@ -47,7 +47,7 @@ class GraphForce(NamedTuple):
             yield self._replace(K=K, b=b)
 
     def at(self, x: Tensor, sigma: Activation) -> Tensor:
-        """The force of one layer at the own states `(batch, rows)`.
+        """The force of one layer at the states of this process, `(batch, rows)`.
 
         Nodes of the same shape are one `hdnn.schemes.Force`, with a matrix for each of them.
         """
@@ -86,7 +86,7 @@ def _turned(v: Tensor, halo: Halo) -> Tensor:
 
 
 class GraphNetwork(nn.Module):
-    """N layers of a network, for the nodes of one process; the others have the other rows.
+    """N layers of a network, for the nodes of one process; other processes have the other rows.
 
     States are `(batch, features of these nodes)`, in the order of `positions`. With one process it
     is the whole network.
@@ -138,7 +138,7 @@ class GraphNetwork(nn.Module):
 
     @property
     def positions(self) -> Tensor:
-        """The columns of the state of all nodes that are the own columns."""
+        """The columns of this process in the state of all nodes."""
         own = self._places(self.plan.nodes)
         if self.scheme.halves:
             middle = self.plan.graph.features // 2
@@ -146,7 +146,7 @@ class GraphNetwork(nn.Module):
         return own
 
     def forward(self, y: Tensor) -> Tensor:
-        """The own features of y_N, from those of y_0."""
+        """The features of this process in y_N, from those in y_0."""
         # With frozen weights a backward without this would be pruned, and neighbours would wait.
         if torch.is_grad_enabled() and not y.requires_grad:
             y = y.detach().requires_grad_()
@@ -165,7 +165,7 @@ class GraphNetwork(nn.Module):
         )
 
     def smoothness(self) -> Tensor:
-        """The own share of the penalty on differences between neighbouring layers."""
+        """The share of this process in the penalty on differences between neighbouring layers."""
         total = torch.zeros(())
         for weight in self.parameters():
             change = weight.diff(dim=0)
@@ -174,7 +174,7 @@ class GraphNetwork(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, gain: float = 1.0) -> None:
-        """Draw each node's weights from a generator of its own: the same for any processes.
+        """Draw each node's weights from its own generator, so they do not depend on the processes.
 
         K is `gain` times N(0, 1/w), where w is the number of features that a row reads; b is 0.
         """
@@ -207,14 +207,14 @@ class GraphNetwork(nn.Module):
 
     @torch.no_grad()
     def load(self, net: Network) -> None:
-        """Take the own weights from a network of all nodes."""
+        """Take the weights of this process from a network of all nodes."""
         for _, weights in self._weights():
             for name, weight, place in weights:
                 weight.copy_(net.weight(name)[place])
 
     @torch.no_grad()
     def gather(self) -> Network | None:
-        """At the root a network with the weights of all nodes, which come along the tree."""
+        """A network with the weights of all nodes, collected at the root along the tree."""
         net = self.whole()
         totals = {}
         for name, _ in self.named_parameters():

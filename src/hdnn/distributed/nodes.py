@@ -1,4 +1,4 @@
-"""The data of nodes: a file for each node, which its owner alone reads, or points of the plane."""
+"""The data of nodes: a file for each node, which only its owner reads, or points of the plane."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LABELS = "labels.safetensors"
 
 
 class Samples(NamedTuple):
-    """The own features of all samples, and at the root their labels."""
+    """The features of this process for all samples, and at the root their labels."""
 
     x: Tensor
     t: Tensor | None
@@ -54,18 +54,18 @@ def write_nodes(
     classes: int,
     part: str = "train",
 ) -> None:
-    """Write a file for each node, which its owner alone reads, and the labels for the root.
+    """Write a file for each node, which only its owner reads, and the labels for the root.
 
     `FOLDER/PART/node-00003.safetensors` holds `x` (samples, features of node 3: p, then q),
-    `labels.safetensors` the labels `t`, and `FOLDER/classes.json` the number of classes. Files
-    that are made in another way may also hold `id`, numbers that must be the same in all of them.
+    `labels.safetensors` the labels `t`, and `FOLDER/classes.json` the number of classes. Files made
+    in another way may also hold `id`: numbers of the samples, the same in all files.
 
     Args:
-        folder: where to write.
+        folder: the folder to write to.
         graph: the nodes.
         x: inputs `(samples, inputs)`.
         t: labels, or values.
-        placement: the feature of all nodes that each input enters.
+        placement: for each input, the feature (counted over all nodes) that it enters.
         classes: the number of classes, 0 for values.
         part: "train" or "test".
     """
@@ -85,12 +85,12 @@ def load(
     seed: int,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Samples], int]:
-    """Samples to train on and to test with, and the number of classes (0 for values).
+    """Training and test samples, and the number of classes (0 for values).
 
     Args:
         data: the name of a planar set, or a folder of node files.
         plan: the share of this process.
-        positions: the own features, in the order of the network.
+        positions: the features of this process, in the order of the network.
         seed: of the points of the plane.
         dtype: of the features.
     """
@@ -154,7 +154,7 @@ def _read(
         orders.add(order)
     if len(orders) > 1:
         raise DataError(
-            f"files in {home} have other samples, or another order, by their id."
+            f"files in {home} differ in their id, so they hold other samples, or another order."
         )
     rows = torch.cat(nodes, 1)
     own = torch.empty_like(rows)

@@ -1,4 +1,4 @@
-"""Which process owns which nodes, whom it talks to, and which rows they exchange."""
+"""The plan of processes: the nodes they own, their peers, and the rows they exchange."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hdnn.errors import OptionError, positive_int
 
 
 def partition(graph: Graph, parts: int) -> list[int]:
-    """The process that owns each node: by METIS (extra `graph`) if installed, else in bands.
+    """The process that owns each node, chosen by METIS (extra `graph`) if installed, else in bands.
 
-    It changes how much is sent, not the results. All processes must get the same owners.
+    The choice affects the messages, not the results. It must be the same for all processes.
 
     Args:
         graph: the graph.
         parts: the number of processes.
 
     Raises:
-        OptionError: if there are more processes than nodes, or links do not join all nodes.
+        OptionError: if there are more processes than nodes, or the graph is not connected.
     """
     graph.check()
     nodes = graph.nodes
@@ -76,8 +76,8 @@ class Plan:
         rank: the number of this process.
 
     Attributes:
-        nodes: the nodes of this process; those with equally many features and neighbours stand
-            together.
+        nodes: the nodes of this process; those with equally many features and neighbours are next
+            to each other.
         peers: the processes that own a neighbour of one of these nodes.
         parent: the process above this one in a tree of linked processes, None at the root.
         children: the processes below.
@@ -103,8 +103,8 @@ class Plan:
         parents = _breadth_first(links, root)
         if len(parents) < self.size or not own:
             raise OptionError(
-                f"{self.size} processes cannot learn together, for links join {len(parents)} of "
-                "them only; every process needs a node, and links to the others."
+                f"{self.size} processes cannot learn together, because links connect only "
+                f"{len(parents)} of them; every process needs a node, and links to the others."
             )
         self.peers = sorted(links[rank] - {rank})
         # The root is its own parent there.
@@ -126,7 +126,7 @@ class Plan:
         return sum(graph.sizes[k] for k in graph.R[node])
 
     def name(self, rank: int) -> str:
-        """A process in messages: by its nodes."""
+        """The name of a process in messages, with its nodes."""
         nodes = [k for k, part in enumerate(self.owner) if part == rank]
         labels = [self.graph.label(node) for node in nodes]
         if len(nodes) == 1:
@@ -156,8 +156,8 @@ class Halo:
         scale: rows of a node for each unit of its size: 1 for a half of the state, 2 for both.
 
     Attributes:
-        rows: the own rows.
-        extended: the own rows and those of neighbours.
+        rows: the number of own rows.
+        extended: the number of own rows and neighbours' rows.
         send: the own rows that each peer reads.
         receive: the first and the last row (exclusive) of what each peer sends.
         groups: the own nodes, in the order of their free entries of K.

@@ -1,9 +1,9 @@
 """Training on a graph: each process runs this loop on the features and weights of its nodes.
 
-Hidden layers and their gradients need neighbours only. The labels are the root's, the process that
-owns node 0. In small networks the last features go up a tree of linked processes to the root, which
-solves the output layer; their gradient comes down. In large ones (`solver="joint"`) each node keeps
-its block of the output layer, and only sums of scores go up.
+Hidden layers and their gradients need only neighbours. Only the root, the process that owns node 0,
+has the labels. In small networks the last features go up a tree of linked processes to the root,
+which solves the output layer; their gradient comes back down. In large ones (`solver="joint"`) each
+node keeps its block of the output layer, and only sums of scores go up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of a network on a graph; `train` takes them beside those of `hdnn.training.fit`.
+    """The options of a network on a graph; `train` also takes those of `hdnn.training.fit`.
 
     Attributes:
         network: "h1", "h2", "verlet" or "yoshida4".
@@ -59,7 +59,7 @@ class Settings:
         gain: the size of the initial weights.
         dtype: "float32" or "float64".
         seed: of data, weights and the order of samples.
-        placement: the feature of all nodes that each input of a table enters; saved with the model.
+        placement: for each input of a table, the feature that it enters; saved with the model.
     """
 
     network: str = "h2"
@@ -85,25 +85,25 @@ def train(
 ) -> dict[str, Any]:
     """Train one network on a graph, as one process of several.
 
-    Under torchrun each process calls it, with the same arguments; without, one process owns all
-    nodes. Messages go to processes that own linked nodes only, and no weight leaves its node unless
-    `gather` asks for that at the end.
+    Under torchrun, every process calls it with the same arguments; without torchrun, one process
+    owns all nodes. Messages go only to processes that own linked nodes, and no weight leaves its
+    node unless `gather` is true.
 
     Args:
         graph: the nodes and their links.
         data: "swiss_roll", "double_moons", "double_circles", or a folder of node files: see
             `write_nodes`.
-        folder: keeps a checkpoint of each process after each epoch, and at the end metrics.json and
-            the model.
-        resume: go on with the training in `folder`, or begin there if it is empty.
-        gather: bring the weights of all nodes to the root, as one model.
+        folder: for a checkpoint of each process after each epoch, and metrics.json and the model at
+            the end.
+        resume: continue the training in `folder`, or start one there if it is empty.
+        gather: collect the weights of all nodes at the root at the end, as one model.
         timeout: seconds after which a silent process counts as lost.
         tell: called at the root with a dict after each epoch.
         **options: fields of `Settings` and of `hdnn.training.fit`, such as `layers` or `epochs`.
 
     Returns:
-        The metrics at the root; with `gather`, "model" is the `hdnn.Model` of all nodes. Elsewhere
-        an empty dict.
+        The metrics at the root; with `gather`, "model" is the `hdnn.Model` of all nodes. An empty
+            dict elsewhere.
 
     Raises:
         OptionError: if the graph cannot be trained on, an option is out of range, or processes were

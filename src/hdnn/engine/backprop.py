@@ -1,4 +1,4 @@
-"""What the backward pass starts from: stored states, checkpoints, or the last state alone.
+"""The start of a backward pass: stored states, checkpoints, or only the last state.
 
 A kernel runs a stack: `forward(y, tensors, save)` gives y_N and, with `save`, what
 `backward(y, saved, g, tensors)` needs besides y_0. A kernel by itself is "stored"; the other
@@ -24,7 +24,7 @@ WORTHLESS = 0.1  # relative error of a rebuilt state
 UNDONE = 16  # layers that are undone at a time
 ZERO = 128  # roundings of a sample, within which an entry may still be 0
 ADVICE = (
-    'use backprop="auto" or "checkpoint", whose gradients are those of stored states, or smaller '
+    'use backprop="auto" or "checkpoint", which give the gradients of stored states, or smaller '
     "steps or weights"
 )
 
@@ -234,10 +234,7 @@ def check_drift(drift: Tensor, grads: list[Any]) -> list[Any]:
     if size <= torch.finfo(drift.dtype).eps ** 0.5:
         return grads
     advice = ADVICE if drift.dtype == torch.float64 else f"{ADVICE}, or float64"
-    event = (
-        'the backward pass rebuilt its states from the last, as backprop="reversible" asks for, '
-        f"and came back to a first state that is off by {size:.2g} of its size"
-    )
+    event = f'backprop="reversible" rebuilt the states; the first is off by {size:.2g} of its size'
     if size >= WORTHLESS:
         raise OptionError(
             f"{event}, so the gradients would be worthless; {advice}."

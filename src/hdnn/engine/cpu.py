@@ -2,7 +2,7 @@
 
 The state of a tile is kept feature by feature, so that every inner loop runs over samples with a
 weight as a scalar: numba (extra `fast`) makes vector instructions of them, and nothing leaves the
-cache. Tiles are shared out to threads.
+cache. The threads divide the tiles among them.
 """
 
 # Numba compiles these functions, whose types pyright cannot see.

@@ -38,9 +38,9 @@ COARSE = 1e-3  # relative rounding to the grid that gives a warning
 DIFFERENT = 0.01  # relative error of a repeated move that gives a warning
 SAMPLE = 256  # entries by which a move is recognised
 ADVICE = 'take state="fixed", whose reversal is exact, or backprop="checkpoint"'
-OTHERWISE = "did not compute the same a second time as in the forward pass"
+OTHERWISE = "did not compute the same a second time"
 REASONS = (
-    "it is not deterministic, counts its calls, draws from a generator of its own, or its "
+    "it is not deterministic, counts its calls, draws from its own random generator, or its "
     "arguments changed"
 )
 # Tensors of other types, as those of `fully_shard`, come and go by themselves.
@@ -118,13 +118,13 @@ def check_grid(y: Tensor, y_N: Tensor, dim: int) -> None:
     finite, size = torch.stack([y_N.isfinite().all(), smallest]).tolist()
     if not finite:
         raise OptionError(
-            f'the state left the fixed-point grid: state="fixed" holds +-{LIMIT:.4g} only, and no '
-            'NaN; normalise what the modules give, take a smaller h, or state="float".'
+            f'the state left the fixed-point grid: state="fixed" holds values up to +-{LIMIT:.4g}, '
+            'no NaN; normalise the outputs of the modules, take a smaller h, or use state="float".'
         )
     if size < 0.5 / GRID / COARSE:
         warnings.warn(
-            f'state="fixed" keeps multiples of {1 / GRID:.1e}, but half a sample of y_0 is '
-            f'{size:.1e} at most; scale the state up, or use state="float".',
+            f'state="fixed" keeps multiples of {1 / GRID:.1e}, but a half of some sample of y_0 is '
+            f'at most {size:.1e}; scale the state up, or use state="float".',
             GridWarning,
             stacklevel=3,
         )
@@ -208,7 +208,7 @@ def _evaluate(move: Move, source: Tensor, target: Half) -> Tensor:
     shape = getattr(step, "shape", type(step).__name__)
     if shape != target.value.shape:
         raise ShapeError(
-            f"{move.name} must return one tensor of the shape of the half that it moves, "
+            f"{move.name} must return one tensor with the shape of the half that it moves, "
             f"{tuple(target.value.shape)}, but returned {shape}."
         )
     return step
@@ -300,8 +300,7 @@ class Snapshot:
         if any(held.changed for held in self.weights):
             raise OptionError(
                 f"the weights of {self.name} changed in place after the forward pass, so the "
-                "gradients would be those of other weights; take the optimiser's step after the "
-                "backward pass."
+                "gradients would be wrong; take the optimiser's step after the backward pass."
             )
 
     def __enter__(self) -> None:
@@ -492,8 +491,8 @@ class Rebuild:
             result = _evaluate(move, source, target)
         if versions != [_version(x) for x in values]:
             raise OptionError(
-                f"{move.name} changes in place what its own gradient is computed from; use the "
-                "operation that is not in place there."
+                f"{move.name} changes in place a tensor that its own gradient needs; use the "
+                "operation that is not in place."
             )
         if [(x.shape, x.dtype) for x in values] != step.saved:
             raise OptionError(f"{move.name} {OTHERWISE}: {REASONS}.")
@@ -535,10 +534,12 @@ class Rebuild:
                 worst, name = error, label
         if not worst or not all(h.value.isfinite().all() for h in self.end):
             return  # gradients of a state that is not finite are not finite either
-        reason = f"the backward pass came back to a state that is off by {worst:.2g} of its size"
+        reason = f"the first state that the backward pass rebuilt is off by {worst:.2g} of its size"
         if name:
             grown = (
-                "rounding has grown, or " if self.end[0].exact is None else ""
+                "rounding errors have grown, or "
+                if self.end[0].exact is None
+                else ""
             )
             reason = f"{name} {OTHERWISE}, but was off by {worst:.2g}: {grown}{REASONS}"
         if worst >= WORTHLESS:

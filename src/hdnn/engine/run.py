@@ -1,4 +1,4 @@
-"""A stack of layers by the fastest kernel, as one step of autograd.
+"""A stack of layers, run by the fastest kernel as one step of autograd.
 
 `Plan` decides what runs a call; calls that agree in sizes and options reuse its decision. Eager
 calls go through an autograd function, compiled graphs through an operator; both call the same
@@ -78,7 +78,7 @@ def run(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """The values and gradients of `hdnn.schemes.run`, by the fastest kernel.
+    """The values and gradients of `hdnn.schemes.run`, from the fastest kernel.
 
     Args:
         scheme: how a layer steps.
@@ -88,11 +88,11 @@ def run(
         sigma: the activation.
         trajectory: return all states, which the definition computes.
         inverse: take the last state back to the first.
-        engine: see `Settings`; None means what `use` has put in force.
+        engine: see `Settings`; None means the engine set by `use`.
         backprop: likewise.
 
     Raises:
-        OptionError: if the engine or backprop that was asked for cannot run this stack.
+        OptionError: if the requested engine or backprop cannot run this stack.
 
     Examples:
         >>> import torch
@@ -302,7 +302,7 @@ def unsupported_reason(call: Call) -> str | None:
             return "states and weights are not plain tensors on one device"
     for force in forces:
         if not force.K.shape[-1] == force.output().shape[-1] == width:
-            return "a force reads or moves another number of features"
+            return "a force reads or moves the wrong number of features"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The choices that `hdnn.engine.use` puts in force for a thread or task."""
+"""The settings that `hdnn.engine.use` makes for a thread or task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How stacks of layers run.
+    """The options for running stacks of layers.
 
     Args:
         engine: "reference" (plain PyTorch), "fused" (one kernel for all layers), or "auto".
@@ -45,7 +45,7 @@ in_force: ContextVar[Settings] = ContextVar("hdnn_engine", default=DEFAULT)
 
 
 def current(engine: str | None = None, backprop: str | None = None) -> Settings:
-    """The settings in force; arguments that are not None take precedence."""
+    """The current settings; arguments that are not None take precedence."""
     settings = in_force.get()
     if engine is not None:
         settings = replace(settings, engine=engine)
@@ -56,13 +56,13 @@ def current(engine: str | None = None, backprop: str | None = None) -> Settings:
 
 @contextmanager
 def use(**options: Any) -> Iterator[Settings]:
-    """Run all networks inside a `with` block as the options say.
+    """Run all networks inside a `with` block with these options.
 
     Args:
-        **options: fields of `Settings`; those that are not named stay as they are outside.
+        **options: fields of `Settings`; the others stay as they are outside the block.
 
     Raises:
-        OptionError: if there is no such option, or it has no such value.
+        OptionError: if an option or its value is unknown.
 
     Examples:
         >>> import torch

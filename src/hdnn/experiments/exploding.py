@@ -1,7 +1,7 @@
 """The two-dimensional example of growing gradients, y' = eps J tanh(y) (eq:2D_Example).
 
-Its period and the slope of its growth, measured and in closed form; finite perturbations, as in the
-paper's figure (fig:phi_TTt_trajectories); and H2 layers whose gradients grow by a factor each.
+The period and the slope of the growth, measured and in closed form; finite perturbations, as in the
+paper's figure (fig:phi_TTt_trajectories); and H2 layers that each multiply gradients by a factor.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ H = 0.5
 LOADS = (1.0, 1.9, 2.0, 2.01, 2.1)  # h k^2
 
 LINEAR = f"""
-y' = eps J tanh(y), solved to eps t = {LONGEST:g}. Periods are measured, and how far
-they are off 4/eps K(m = 1 - exp(-2H)). The slope, for each unit of eps t, is that of the
-line through the local maxima of norm(dy(T)/dy(T - t)), beside its closed form.
+y' = eps J tanh(y), solved to eps t = {LONGEST:g}. Periods are measured, with their error
+against 4/eps K(m = 1 - exp(-2H)). The slope, per unit of eps t, is that of the line
+through the local maxima of norm(dy(T)/dy(T - t)), beside its closed form.
 """
 FINITE = """
-Moved by gamma along p, the distance over gamma grows to about D / gamma, D the diameter
-of the orbit.
+For two states gamma apart along p, the distance over gamma grows to about D / gamma,
+where D is the diameter of the orbit.
 """
 LAYERS = f"""
-H2 with n = 2, one weight k and h = {H:g}, 64 layers, at the origin. Where h k^2 is
-above 2, log norm(dy_N/dy_j) grows by 2 acosh(h k^2 / 2) a layer. Below 2 the norms stay
+H2 with n = 2, one weight k and h = {H:g}, 64 layers, at the origin. If h k^2 is
+above 2, log norm(dy_N/dy_j) grows by 2 acosh(h k^2 / 2) per layer. Below 2 the norms stay
 under sqrt((2 + h k^2) / (2 - h k^2)).
 """
 LINEAR_COLUMNS = {
@@ -92,7 +92,7 @@ def linear(ax: Any, name: str, y: Tensor, eps: float = 1.0) -> dict[str, Any]:
 
 
 def finite(ax: Any, y: Tensor) -> list[dict[str, float]]:
-    """The distance over gamma of two states that begin gamma apart."""
+    """The distance, divided by gamma, of two states that start gamma apart."""
     diameter = float(counterexample.diameter(y))
     rows = []
     for style, gamma in zip(STYLES, GAMMAS, strict=False):

@@ -1,7 +1,7 @@
 """The paper's experiments on images: Tables III and IV.
 
-Accuracies are those after the last epoch, never the best ones. Recipes were chosen on training
-images that were held out (`ImageData.holdout`), never on the test images.
+Accuracies are from the last epoch, never the best ones. Recipes were chosen on held-out training
+images (`ImageData.holdout`), never on the test images.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def job_of(
     data: str, network: str, seed: int, epochs: int, by: str, **settings: Any
 ) -> Job:
-    """One training; the settings are those of the recipe, but for these."""
+    """One training, with the settings of the recipe except for these."""
     options: dict[str, Any] = {"epochs": epochs, "by": by}
     recipe = recipes.image_recipe(data, network, seed=seed, **options)
     usual = recipes.image_settings(data, network, **options)
@@ -46,7 +46,7 @@ def job_of(
 
 
 def train(job: Job, data: ImageData, options: Any) -> Job:
-    """The result of one training, which continues an unfinished one."""
+    """The result of one training; an unfinished one is continued."""
     digest = hashlib.sha256(runner.key(job).encode()).hexdigest()
     folder = options.runs / "unfinished" / digest[:16]
     place = (job["data"], job["network"])
@@ -78,9 +78,9 @@ def train(job: Job, data: ImageData, options: Any) -> Job:
 def run_images(
     jobs: list[Job], data: ImageData, options: Any, *keys: str
 ) -> list[dict[str, Any]]:
-    """Run all jobs; a row with the values of these keys and the accuracies of all seeds.
+    """Run all jobs; each row has the values of these keys and the accuracies of all seeds.
 
-    It stops when the minutes are over, to be continued later.
+    It stops when the minutes are over, and can be continued later.
     """
     options.end = time.monotonic() + 60 * options.minutes
     work = partial(train, data=data, options=options)
@@ -172,7 +172,7 @@ def table_three(options: Any) -> Result:
 
 
 def found_three(rows: list[dict[str, Any]], by: str) -> str:
-    """How many means of a recipe are reached, in words."""
+    """The number of means of a recipe that are reached, in words."""
     rows = [row for row in rows if row["by"] == by]
     count = sum(row["reached"] for row in rows)
     best = max(row["test"]["mean"] for row in rows if row["network"] == "h1")

@@ -1,10 +1,10 @@
 """The paper's experiments on planar sets: Tables I and II, and the figures beside them.
 
-A seed is one data set, one sequence of initial weights and one order of the samples; the test
-points decide nothing. Our recipe solves the output layer by Newton's method, lets the rate rise and
-fall, and trains on copies of the points that are moved a little, which keeps the border between two
-classes away from the points of both. Unless the loss on the training points is next to nothing, it
-starts again from other weights, and the start of least loss is taken. It was chosen on other seeds
+A seed determines the data set, the initial weights and the order of the samples; no choice uses the
+test points. Our recipe solves the output layer by Newton's method, lets the learning rate rise and
+fall, and trains on slightly moved copies of the points, which keeps the border between the classes
+away from the points of both. Unless the loss on the training points is almost zero, it starts again
+from other weights, and keeps the start with the lowest loss. The recipe was chosen on other seeds
 than those of the tables.
 """
 
@@ -32,7 +32,7 @@ A cell: mean ± standard deviation (worst to best), the paper's figure in bracke
 bold where the {{what}} is at or above that figure without rounding.
 """
 PUBLISHED = """T is the value that the authors published: 1.2 for the Swiss roll,
-0.8 for the double moons. It is not searched for.
+0.8 for the double moons. It is not tuned.
 """
 
 
@@ -82,7 +82,7 @@ def measure(job: Job) -> Job:
 
 
 def cells(jobs: list[Job], options: Any, *keys: str) -> list[dict[str, Any]]:
-    """Run all jobs; a row for all seeds of a cell, with the paper's figure."""
+    """Run all jobs; each row is a cell with all its seeds and the paper's figure."""
     results = runner.run_jobs(jobs, measure, options.runs, options.processes)
     rows = []
     for row, values in runner.grouped(results, *keys, "paper"):
@@ -229,7 +229,7 @@ BETWEEN = 0.2  # factor of the blocks of a full K through which one row sees bot
 
 
 def ring(steps: int = 1) -> Tensor:
-    """Each node with itself and all nodes at most `steps` away on the ring."""
+    """Links from each node to itself and to all nodes at most `steps` away on the ring."""
     eye = torch.eye(NODES, dtype=torch.int)
     turned = [eye.roll(k, 0) for k in range(-steps, steps + 1)]
     return torch.stack(turned).sum(0)
@@ -262,7 +262,7 @@ def ring_network(variant: str, layers: int, seed: int) -> hdnn.Model:
 
 
 def job_two(variant: str, data: str, layers: int, seed: int) -> Job:
-    """One training of Table II; one with a full K takes twenty times as long, and starts once."""
+    """One training of Table II; with a full K it takes twenty times as long and starts once."""
     return {
         "variant": variant,
         "data": data,
@@ -359,7 +359,7 @@ WATCHED_COLUMNS = {
 def watch(
     kind: str, layers: int, change: Job, options: Any
 ) -> tuple[GradientMonitor, Job]:
-    """A training with its gradients watched, and its result."""
+    """A training with monitored gradients, and its result."""
     data = planar.double_moons(seed=options.seed)
     job = {
         "network": kind,
@@ -404,7 +404,7 @@ def figure_gradients(options: Any) -> Result:
     page = [
         f"`{options.command}`, seed {options.seed}: norm(dy_N/dy_j) over {SAMPLES} test "
         f"points of the double moons, all layers j < N, every {options.every} steps of 960.",
-        "Norms are per sample: that of the mean matrix can be below 1 where no sample is.",
+        "Norms are per sample; the norm of their mean matrix can be below 1 even if these are not.",
         "",
         *runner.markdown_table(WATCHED_COLUMNS, rows),
         "",

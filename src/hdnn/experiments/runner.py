@@ -1,7 +1,7 @@
-"""The runner of all experiments: trainings that can be continued, options, and pages of results.
+"""The runner of all experiments: resumable trainings, options, and pages of results.
 
-A job is a dictionary of plain values. Its result is one line of a JSON-lines file, together with
-the job, so that it is not run again.
+A job is a dictionary of plain values. Its result is stored with the job as one line of a JSON-lines
+file, so no job runs twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Result(NamedTuple):
         title: the first line of its page.
         finding: the result in a few words, for the index of results.
         facts: all numbers, for the JSON file.
-        page: the other lines of its page, in Markdown.
+        page: the remaining lines of its page, in Markdown.
         suffix: of the names of its files.
     """
 
@@ -48,9 +48,9 @@ class Result(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """One sentence about an experiment, its options with their defaults, and what makes its result.
+    """An experiment: a sentence about it, its options with defaults, and what makes its result.
 
-    `make` gets the options, and beside them its `name`, its `command` and the folder `out`.
+    `make` gets the options, and also its `name`, its `command` and the folder `out`.
     """
 
     about: str
@@ -83,7 +83,7 @@ def run(name: str, experiment: Experiment, argv: list[str]) -> int:
 
 
 def _parse(name: str, experiment: Experiment, argv: list[str]) -> Any:
-    """The options, with the command that makes this result again."""
+    """The options, with the command that reproduces this result."""
     command = f"hdnn reproduce {name}"
     parser = argparse.ArgumentParser(command, description=experiment.about)
     parser.add_argument("--out", type=Path, default=Path("runs/reproduced"))
@@ -116,7 +116,7 @@ def run_jobs(
     folder: Path,
     processes: int = 1,
 ) -> list[tuple[Job, Job]]:
-    """All jobs with their results, in their order; those that the folder holds are not run again.
+    """All jobs with their results, in order; jobs with results in the folder are not run again.
 
     An interrupted run continues where it stopped.
     """
@@ -152,7 +152,7 @@ def _each(
 
 
 def key(job: Job) -> str:
-    """A text that tells jobs apart."""
+    """A text that is different for different jobs."""
     return json.dumps(job, sort_keys=True)
 
 
@@ -168,7 +168,7 @@ def _read(path: Path) -> dict[str, Job]:
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
                 raise DataError(
-                    f"{path}, line {number}, is damaged; remove it."
+                    f"{path}, line {number}, is damaged; remove that line."
                 ) from error
             io.write_atomically(path, "".join(lines[:-1]))
     return results
@@ -177,7 +177,7 @@ def _read(path: Path) -> dict[str, Job]:
 def grouped(
     results: Iterable[tuple[Job, Job]], *keys: str
 ) -> list[tuple[dict[str, Any], list[Job]]]:
-    """The values of these keys, and the results of all jobs that agree in them."""
+    """Groups of jobs that agree in the values of these keys, with their results."""
     groups: dict[tuple[Any, ...], list[Job]] = {}
     for job, result in results:
         cell = tuple(job[key] for key in keys)
@@ -208,7 +208,7 @@ def reached(value: float, paper: float) -> bool:
 
 
 def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
-    """How many of these rows have `what` at or above the paper's figure, in words.
+    """The number of rows with `what` at or above the paper's figure, in words.
 
     Where the paper prints 100, without decimals, 99.95 may have been meant.
     """
@@ -254,7 +254,7 @@ def markdown_table(
     """The lines of a table in Markdown.
 
     Args:
-        columns: for each heading how a cell is written, such as "{mean:.2f}".
+        columns: the format of a cell for each heading, such as "{mean:.2f}".
         rows: the values, by name.
     """
     template = " | ".join(columns.values())
@@ -273,7 +273,7 @@ def save_figure(figure: Any, options: Any, suffix: str = "") -> str:
 
 
 def machine(device: str) -> str:
-    """The device of a training, and its PyTorch."""
+    """The device of a training, and its version of PyTorch."""
     name = "CPU"
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name()

@@ -1,4 +1,4 @@
-"""Layers of any modules on states y = (p, q): p moves by a function of q, then q by one of p.
+"""Layers made of any modules, on y = (p, q): p moves by a function of q, then q by one of p.
 
 Such moves are shears, with determinant 1 whatever the functions are. So the product of the singular
 values of dy_N/dy_j is 1 at any depth, its norm is at least 1, and each layer can be undone. Where
@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from hdnn.engine import rebuild
 from hdnn.engine.rebuild import Half, Move
-from hdnn.errors import OptionError, ShapeError, choose, positive_float
+from hdnn.errors import (
+    DtypeError,
+    OptionError,
+    ShapeError,
+    choose,
+    positive_float,
+)
 from hdnn.networks.network import (
     HOOKS,
     Guarantee,
@@ -26,18 +32,18 @@ from hdnn.networks.network import (
 )
 
 VOLUME = "each layer is made of shears, det = 1, so the product of all singular values is 1"
-GRADIENTS = "each layer is made of shears by gradients of energies: it is symplectic, det = 1"
+GRADIENTS = "each layer is made of shears along gradients of energies: symplectic, det = 1"
 SCOPE = (
-    "at any depth, for any modules and any weights; it is about the whole matrix dy_N/dy_j, not "
-    "about one pair of tokens, pixels or nodes"
+    "at any depth, for any modules and any weights; it concerns the whole matrix dy_N/dy_j, not a "
+    "single pair of tokens, pixels or nodes"
 )
 
 
 class ShearLayers(nn.Module):
-    """Moves of the two halves of a state along the axis `dim`: what a block and a stack share.
+    """The moves of the halves of a state along the axis `dim`: the base of blocks and stacks.
 
-    A call hands further arguments to all modules: masks, edges, conditions and the like. It raises
-    a `ShapeError` if y cannot be halved, or if a module returns another shape than a half has.
+    A call passes further arguments (masks, edges, conditions) to all modules. It raises a
+    `ShapeError` if y cannot be halved, or if a module's result does not have the shape of a half.
     """
 
     dim: int
@@ -54,24 +60,24 @@ class ShearLayers(nn.Module):
         return [module for module in modules if module is not None]
 
     def forward(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
-        """The last state from the first.
+        """The last state, computed from the first.
 
         Args:
             y: a state (p, q), halves along the axis `dim`.
-            *args: go to all modules.
-            **options: go to all modules.
+            *args: passed to all modules.
+            **options: passed to all modules.
         """
         moves = [move.bind(args, options) for move in self.moves()]
         backprop = "stored" if self.backprop == "auto" else self.backprop
         return self._joined(y, rebuild.run(self._halves(y), moves, backprop))
 
     def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
-        """The first state from the last: exact up to rounding, and to the last bit on the grid.
+        """The first state from the last: exact up to rounding, or to the last bit on the grid.
 
         Args:
             y: a last state.
-            *args: what the forward pass was given.
-            **options: what the forward pass was given.
+            *args: as in the forward pass.
+            **options: as in the forward pass.
         """
         moves = [move.bind(args, options) for move in self.moves()]
         return self._joined(y, rebuild.undo(self._halves(y), moves))
@@ -86,9 +92,10 @@ class ShearLayers(nn.Module):
             kind = type(y).__name__
             if isinstance(y, Tensor):
                 kind = f"{y.dtype} of shape {tuple(y.shape)}"
-            raise ShapeError(
-                f"{type(self).__name__} splits a state of floating-point numbers, real ones on the "
-                f"grid, into (p, q) along axis {self.dim}, where its size must be even, but got "
+            error = DtypeError if fits and not number else ShapeError
+            raise error(
+                f"{type(self).__name__} splits a floating-point state (a real one on the grid) "
+                f"into (p, q) along axis {self.dim}, so its size there must be even, but got "
                 f"{kind}; double the state, y = torch.cat([x, x], dim), or add a zero."
             )
         return rebuild.halves_of(y, self.dim, fixed=fixed)
@@ -105,10 +112,10 @@ class ShearLayers(nn.Module):
         return all(map(_is_gradient, self.fields()))
 
     def guarantee(self) -> Guarantee:
-        """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
+        """The theorem that `norm(dy_N/dy_j) >= 1`, or the reason why there is none."""
         reason = unknown_reason(self)
         if reason is not None:
-            why = f"nothing is known of this layer: {reason}"
+            why = f"nothing is known about this layer: {reason}"
             return Guarantee(False, "none", why)
         return Guarantee(True, GRADIENTS if self.symplectic else VOLUME, SCOPE)
 
@@ -117,15 +124,15 @@ class ShearLayers(nn.Module):
 
 
 class Coupling(ShearLayers):
-    """A layer of any two modules on states y = (p, q): `p += F(q)`, then `q += G(p)`.
+    """A layer made of any two modules, on states y = (p, q): `p += F(q)`, then `q += G(p)`.
 
     Both updates are shears, with determinant 1 whatever F and G are. So `norm(dy_N/dy_j) >= 1` in a
-    stack of such layers, and each can be undone. `layer(y, mask=mask)` hands further arguments to
+    stack of such layers, and each can be undone. `layer(y, mask=mask)` passes further arguments to
     both modules.
 
     Args:
-        F: moves p by a function of q; None moves nothing.
-        G: moves q by a function of the new p; None moves nothing.
+        F: moves p by a function of q; None leaves p as it is.
+        G: moves q by a function of the new p; None leaves q as it is.
         dim: the axis along which a state is split into the halves p and q.
 
     Examples:
@@ -154,14 +161,14 @@ class Coupling(ShearLayers):
 
 
 class Leapfrog(ShearLayers):
-    """A layer of any module on states y = (p, q): `p += h F(q)`, then `q += h p`.
+    """A layer made of any module, on states y = (p, q): `p += h F(q)`, then `q += h p`.
 
     With `F = -dV/dq` these are the equations of a mass in the potential V, with the energy
     `H = |p|^2 / 2 + V(q)`. For any F `norm(dy_N/dy_j) >= 1` in a stack of such layers, and each can
     be undone.
 
     Args:
-        F: moves p by a function of q, with a result of the shape of q.
+        F: moves p by a function of q; its result has the shape of q.
         h: the step size.
         dim: the axis along which a state is split into the halves p and q.
 
@@ -206,12 +213,12 @@ def _drift(h: float, p: Tensor, *args: Any, **options: Any) -> Tensor:
 class GradientField(nn.Module):
     """The gradient of an energy as a module: `scale * dE/dx`.
 
-    The Jacobian of a gradient is symmetric, and so the layers that it moves are symplectic. It is
-    the partial derivative by x: further arguments count as constants, even if they depend on x.
+    The Jacobian of a gradient is symmetric, so layers moved by it are symplectic. The derivative is
+    taken with respect to x alone: further arguments count as constants, even if they depend on x.
 
     Args:
         energy: a module that gives one number for each sample, `E = energy(x)`.
-        scale: what the gradient is multiplied by; -1 for a force.
+        scale: the factor of the gradient; -1 for a force.
 
     Examples:
         >>> import torch
@@ -233,12 +240,12 @@ class GradientField(nn.Module):
 
         Args:
             x: samples `(*batch, n)`.
-            *args: go to the energy.
-            **options: go to the energy.
+            *args: passed to the energy.
+            **options: passed to the energy.
 
         Raises:
             ShapeError: if the energy is not one real number for each sample.
-            OptionError: if the energy has no gradient by x.
+            OptionError: if the energy has no gradient with respect to x.
         """
 
         def total(x: Tensor) -> Tensor:
@@ -284,8 +291,8 @@ def _gradient(total: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
             )
     if gradient is None:
         raise OptionError(
-            "the energy has no gradient by its input; compute it by differentiable operations, "
-            "without detach(), .data or no_grad()."
+            "the energy has no gradient with respect to its input; compute it with differentiable "
+            "operations, without detach(), .data or no_grad()."
         )
     return gradient
 
@@ -313,26 +320,27 @@ class Reversible(ShearLayers):
     """Blocks (`hdnn.Coupling`, `hdnn.Leapfrog`) one after the other, on states y = (p, q).
 
     `norm(dy_N/dy_j) >= 1` at any depth, whatever the modules of the blocks are, and memory need not
-    grow with depth. `net(y, mask=mask)` hands further arguments to all modules.
+    grow with depth. `net(y, mask=mask)` passes further arguments to all modules.
 
-    A stack calls the modules of its blocks, and not the blocks: hooks, `torch.compile` and
-    `fully_shard` belong on each F and G, or on the stack; hooks of a block are an error.
-    `torch.compile` of a stack compiles it with stored states alone; otherwise compile each F and G.
+    A stack calls the modules of its blocks, not the blocks themselves: apply hooks, `torch.compile`
+    and `fully_shard` to each F and G, or to the stack; a hook on a block is an error.
+    `torch.compile` compiles a whole stack only if its states are stored; otherwise compile each F
+    and G.
 
-    With "reversible" each complete backward pass checks where it came back to: gradients that are a
-    little off give a `ReversalWarning`, worthless ones an error. So does a module that does not
-    compute the same a second time, unless it moves a half by less than about 4e-6 (float32) of its
-    size after the first block, or only a few entries in a thousand differ.
+    With "reversible" each complete backward pass checks the first state that it rebuilds: slightly
+    wrong gradients give a `ReversalWarning`, worthless ones an error. So does a module that
+    computes something else the second time, unless it moves a half by less than about 4e-6
+    (float32) of its size after the first block, or only a few entries in a thousand differ.
 
     Args:
         blocks: the layers, all of which split the state along the same axis.
-        backprop: what the backward pass starts from. "stored", which is also what "auto" takes:
-            autograd keeps all that it reads. "checkpoint": about sqrt(N) states, and the layers
-            between them run again. "reversible": the last state alone, from which the layers are
+        backprop: what the backward pass starts from. "stored", which "auto" chooses too: autograd
+            stores all it needs. "checkpoint": about sqrt(N) states are stored, and the layers
+            between them run again. "reversible": only the last state is stored, and the layers are
             undone one by one.
-        state: "float", or "fixed": all states lie on a fine grid of integers, so that undoing is
-            exact to the last bit, and gradients are those of stored states, at any depth. A state
-            that leaves the grid is an error.
+        state: "float", or "fixed": all states lie on a fine grid of integers, so undoing is exact
+            to the last bit, and gradients equal those of stored states at any depth. A state that
+            leaves the grid is an error.
 
     Examples:
         >>> import torch
@@ -360,13 +368,13 @@ class Reversible(ShearLayers):
                 block, Reversible
             ):
                 raise OptionError(
-                    f"block {j} is a {type(block).__name__}; make it a layer by hdnn.Leapfrog(F) "
+                    f"block {j} is a {type(block).__name__}; make it a layer with hdnn.Leapfrog(F) "
                     "or hdnn.Coupling(F, G)."
                 )
         axes = {block.dim for block in self}
         if len(axes) > 1:
             raise OptionError(
-                f"all blocks must split the state along one axis, not {sorted(axes)}."
+                f"all blocks must split the state along the same axis, but they use {sorted(axes)}."
             )
         self.dim = axes.pop() if axes else -1
         self.backprop = choose(
@@ -380,7 +388,7 @@ class Reversible(ShearLayers):
             if _is_hooked(block):
                 raise OptionError(
                     f"block {j} has hooks or is sharded, but a stack calls the modules of its "
-                    "blocks and not the blocks; hook or shard each F and G, as in "
+                    "blocks, not the blocks themselves; hook or shard each F and G, as in "
                     "fully_shard(block.F), or the stack."
                 )
             moves += [
@@ -394,8 +402,8 @@ class Reversible(ShearLayers):
 
         Args:
             y: a first state.
-            *args: go to all modules.
-            **options: go to all modules.
+            *args: passed to all modules.
+            **options: passed to all modules.
         """
         halves = self._halves(y)
         states = [self._joined(y, halves)]
@@ -406,7 +414,7 @@ class Reversible(ShearLayers):
         return torch.stack(states)
 
     def guarantee(self) -> Guarantee:
-        """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
+        """The theorem that `norm(dy_N/dy_j) >= 1`, or the reason why there is none."""
         promises = [super().guarantee(), *(block.guarantee() for block in self)]
         return next(
             (promise for promise in promises if not promise.holds), promises[0]

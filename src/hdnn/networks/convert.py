@@ -38,18 +38,17 @@ def to_reversible(
     gets the last q. F is the same, and so are all weights and their number, embeddings, head and
     masks.
 
-    What is not kept: the function (from the second block on, outputs differ from those of the given
-    model, so pretrained weights are no more than a start), the names of the blocks' weights
-    (`load_state_dict` takes the old names too), and single blocks in loops of your own: a list of
-    blocks now has one element, the stack. Hooks on a block, but not on its submodules, are no
-    longer called, and so GPT-2 returns no hidden states of single blocks. Where states are not
-    stored, it keeps no cache of keys and values in training. `from_pretrained` knows the original
-    alone: convert it again, then `load_state_dict`.
+    The copy computes another function: from the second block on, its outputs differ from the
+    original's, so pretrained weights are only a start. The blocks' weights have new names
+    (`load_state_dict` takes the old names too), and a list of blocks has one element, the stack.
+    Hooks on a block are no longer called, only those on its submodules, so GPT-2 returns no hidden
+    states of single blocks. Unless states are stored, training keeps no cache of keys and values.
+    `from_pretrained` knows only the original: convert it again, then `load_state_dict`.
 
     Args:
         model: one of `nn.TransformerEncoder` with norm_first=True, timm's vision transformers
             (`vit_*`) and GPT-2 of transformers, or a model that contains one. It is not changed.
-        h: the step size. With 1, one block computes what it did before.
+        h: the step size. With 1, a single block computes the same as before.
         backprop: as in `hdnn.Reversible`; "reversible" keeps memory flat at any depth.
         state: as in `hdnn.Reversible`; with "fixed" undoing is exact to the last bit.
 
@@ -82,8 +81,8 @@ def to_reversible(
     ]
     if not stacks:
         raise OptionError(
-            f"{type(model).__name__} has no stack of blocks that is known: {KNOWN} can be "
-            "converted; for other blocks x + F(x) make hdnn.Reversible of hdnn.Leapfrog(F)."
+            f"{type(model).__name__} has no stack of blocks that hdnn knows: {KNOWN} can be "
+            "converted; for other blocks x + F(x) build hdnn.Reversible from hdnn.Leapfrog(F)."
         )
     for owner, name, branches in stacks:
         blocks = getattr(owner, name)
@@ -107,7 +106,7 @@ def to_reversible(
 class LeapfrogStack(nn.Module):
     """A stack of residual blocks as a leapfrog network, from `x = q_0` (and `p_0 = 0`) to `q_N`.
 
-    It is what `hdnn.to_reversible` puts in the place of the blocks.
+    `hdnn.to_reversible` puts it in the place of the blocks.
 
     Args:
         net: the layers, on states (p, q) that are twice as wide as x.
@@ -130,8 +129,8 @@ class LeapfrogStack(nn.Module):
 
         Args:
             x: the first q.
-            *args: go to all blocks: masks, positions and the like.
-            **options: go to all blocks.
+            *args: passed to all blocks: masks, positions and the like.
+            **options: passed to all blocks.
         """
         if (
             self.net.backprop in ("reversible", "checkpoint")
@@ -150,11 +149,11 @@ class LeapfrogStack(nn.Module):
         return self.net[0].F.block.self_attn  # pyright: ignore
 
     def guarantee(self) -> Guarantee:
-        """Whether `norm(dy_N/dy_j) >= 1` is a theorem for the states y = (p, q), and why."""
+        """The theorem that `norm(dy_N/dy_j) >= 1` for states y = (p, q), or why there is none."""
         return self.net.guarantee()
 
     def extra_repr(self) -> str:
-        return "p += F(q), q += p: another function than the residual stack, train it from scratch"
+        return "p += F(q), q += p: not the function of the residual stack, so train it from scratch"
 
 
 class Branches(nn.Module):
@@ -235,7 +234,7 @@ def _vision_block_reason(block: Any) -> str | None:
 
 def _gpt2_block_reason(block: Any) -> str | None:
     if "uple" in str(block.forward.__annotations__.get("return")):
-        return "an older transformers returns tuples from them; take transformers 5 or newer"
+        return "this transformers returns tuples from them; install transformers 5 or newer"
     return None
 
 
@@ -263,9 +262,8 @@ def _blocks_of(owner: nn.Module) -> tuple[str, type[Branches]] | None:
         reasons = [reason(block) for block in blocks] or ["there are none"]
         for text in filter(None, reasons):
             raise OptionError(
-                f"the blocks of this {type(owner).__name__} cannot be converted: {text}. Make "
-                "hdnn.Reversible of hdnn.Leapfrog(F), where F is the sum that a block adds to its "
-                "input."
+                f"the blocks of this {type(owner).__name__} cannot be converted: {text}. Build "
+                "hdnn.Reversible from hdnn.Leapfrog(F), where F is what a block adds to its input."
             )
         return name, branches
     return None

@@ -77,7 +77,7 @@ class MS2(Network):
         self._keep_free("K", K, free, skew=True)
 
     def forces(self) -> tuple[Force, ...]:
-        """The one force."""
+        """The single force."""
         K, b = self.stacks()
         return functional.bare(K, b)
 
@@ -85,7 +85,7 @@ class MS2(Network):
         """`J = K^-T`: needs an invertible K, hence an even n."""
         if self.features % 2:  # then K is singular, which rounding would hide
             self._refuse(
-                "has no J for an odd number of features: a skew K is singular then."
+                "has no J for an odd number of features: a skew K of odd size is singular."
             )
         K, b = self.stacks()
         return {"J": _inverse(K.mT), "K": K, "b": b}
@@ -173,13 +173,13 @@ class MLP(Network):
         raise AttributeError("a multilayer perceptron has no step")
 
     def forces(self) -> tuple[Force, ...]:
-        """The one force."""
+        """The single force."""
         K, b = self.stacks()
         return functional.bare(K, b)
 
     def refine(self, k: int) -> NoReturn:
-        """Not for this network, which is no discretised ODE."""
-        self._refuse("is no discretised ODE and cannot be refined.")
+        """Always an error: this network does not discretise an ODE."""
+        self._refuse("does not discretise an ODE and cannot be refined.")
 
 
 def _inverse(K: Tensor) -> Tensor:

@@ -64,14 +64,14 @@ class HamiltonianNet(Network):
     Args:
         features: n, the size of a state; even where it is split into (p, q).
         layers: N, the number of steps.
-        integrator: how a step is taken, one of those above.
+        integrator: one of the integrators above.
         X: makes `J = [[0, -X^T], [X, 0]]`: `(m, m)` with m = n/2, or `(N, m, m)`; by default I.
         learn_X: train X too.
         J: a skew-symmetric matrix `(n, n)`, or `(N, n, n)`; by default `[[0, -I], [I, 0]]`.
         learn_J: train J too; it stays skew-symmetric.
-        sparsity: a block pattern R, or a `hdnn.Sparsity`, that K (and X or J) must have.
-        tol: to which the equation of an implicit layer is solved; by default near rounding.
-        max_iter: the most Newton steps for an implicit layer.
+        sparsity: a block pattern R, or an `hdnn.Sparsity`, that K (and X or J) must have.
+        tol: the largest error of an implicit layer's equation; by default near rounding.
+        max_iter: the largest number of Newton steps in an implicit layer.
         **options: those of `hdnn.networks.Network`.
 
     Examples:
@@ -142,7 +142,7 @@ class HamiltonianNet(Network):
         ):
             raise ShapeError(
                 f"{name} must be a real tensor of shape {shapes[0]} for {self.features} features, "
-                f"or {shapes[1]} for one a layer, but got {getattr(matrix, 'shape', matrix)}."
+                f"or {shapes[1]} for one per layer, but got {getattr(matrix, 'shape', matrix)}."
             )
         dtype = next(self.parameters()).dtype
         matrix = matrix.detach().to("cpu", dtype)
@@ -233,12 +233,12 @@ class HamiltonianNet(Network):
         stored = 1 if self.tied else self.layers
         if sparsity.R.ndim == 3 and len(sparsity.R) != stored:
             raise OptionError(
-                f"R is for {len(sparsity.R)} layers, but {stored} have weights."
+                f"R is given for {len(sparsity.R)} layers, but there are weights for {stored}."
             )
         if sparsity.S is not None and self.implicit:
             raise OptionError(
-                f"an implicit layer ({self.integrator}) couples all nodes that are linked at all, "
-                "so it is not local to any graph S; give no S, or use H1 or H2."
+                f"an implicit layer ({self.integrator}) couples all nodes of a connected "
+                "component, so it is not local to a graph S; leave S out, or use H1 or H2."
             )
         owners = self._owners(link.shape[-1])
         used = owners.mT @ link.ne(0).float() @ owners > 0
@@ -251,8 +251,8 @@ class HamiltonianNet(Network):
         if bool(missing.any()):
             i, k = missing.nonzero()[0].tolist()
             raise OptionError(
-                f"{name} links nodes {i} and {k}, but T does not; "
-                "add that link to T, or make that block zero."
+                f"{name} links nodes {i} and {k}, but T does not; add that link to T, or set that "
+                "block to zero."
             )
         return sparsity
 
@@ -302,7 +302,7 @@ class HamiltonianNet(Network):
 
     @torch.no_grad()
     def coupling(self) -> Tensor:
-        """How strongly each implicit layer depends on its own result, `(N,)`; explicit ones: 0.
+        """The dependence of each implicit layer on its own result, `(N,)`; 0 for explicit layers.
 
         Below 1 a layer has exactly one solution, whatever the state: see `hdnn.implicit.coupling`.
         """
@@ -321,10 +321,10 @@ class HamiltonianNet(Network):
 
     @torch.no_grad()
     def limit_coupling(self, limit: float = 0.95) -> None:
-        """Make K smaller, in place, in each layer whose coupling is above `limit`, until it is not.
+        """Scale K down in place, in the layers whose coupling is above `limit`, to that limit.
 
-        In a midpoint or discrete gradient layer this scales all of K; in ImplicitH2 only what H2
-        does not have, the blocks through which a row of K sees both p and q.
+        In a midpoint or discrete gradient layer this scales all of K; in ImplicitH2 it scales only
+        the blocks that H2 lacks, through which a row of K sees both p and q.
         """
         if not self.implicit:
             return
@@ -344,7 +344,7 @@ class HamiltonianNet(Network):
     # Making it again
 
     def config(self) -> dict[str, Any]:
-        """The arguments that make this network again, as JSON can hold them."""
+        """The constructor arguments of this network, as JSON can hold them."""
         config = super().config()
         if parametrize.type_before_parametrizations(self) is HamiltonianNet:
             config["integrator"] = self.integrator

@@ -21,7 +21,13 @@ from hdnn.activations import Elementwise
 from hdnn.engine import current, rebuild
 from hdnn.engine.memory import device_bytes
 from hdnn.engine.rebuild import Half, Move
-from hdnn.errors import OptionError, ShapeError, choose, positive_int
+from hdnn.errors import (
+    DtypeError,
+    OptionError,
+    ShapeError,
+    choose,
+    positive_int,
+)
 from hdnn.networks.network import (
     ALWAYS,
     EXPANDING,
@@ -58,27 +64,27 @@ class HamiltonianUnit(nn.Module):
         network: "h1" or "h2".
         kernel: k, the side of the kernels of K.
         step: the step h, a number or one for each layer; or give T instead.
-        h: another name of `step`.
+        h: another name for `step`.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.
         activation: sigma, one of `hdnn.activations.names()`, or an elementwise function or module.
-        padding: zeros around an image inside of K, by default k // 2; states have one shape for
-            any.
+        padding: zeros around an image inside K, by default k // 2; it does not change the shape of
+            states.
         norm: "inside" puts batch normalisation between K y + b and sigma, "after" behind the unit,
-            "both" at both places, "none" nowhere.
+            "both" in both places, "none" nowhere.
         backprop: what the backward pass starts from: "stored" states of all layers, or a
-            "checkpoint" every few layers, with the layers between run a second time, so that
-            memory grows with sqrt(N). Both give the same gradients for any weights. "reversible"
-            (h2) rebuilds states from `y_N`, so that memory does not grow at all, but rounding
-            grows by what the layers expand: inexact gradients are a `ReversalWarning`, worthless
-            ones an error. "auto" takes what `hdnn.engine.use(backprop=...)` says, or stores while
-            that takes less than 1/32 of the memory, and takes checkpoints beyond.
-        drop: the probability, one for all or one a layer, to leave a layer out for an image in
-            training. If it is not left out, its step is h / (1 - drop), so that the mean step is h.
-            The theorem holds for any steps, so it holds for these too.
+            "checkpoint" every few layers, with the layers between run a second time, so that memory
+            grows with sqrt(N). Both give the same gradients for any weights. "reversible" (h2)
+            rebuilds states from `y_N`, so memory does not grow at all, but rounding errors grow as
+            the layers expand: inexact gradients give a `ReversalWarning`, worthless ones an error.
+            "auto" follows `hdnn.engine.use(backprop=...)`, or stores all states while they take
+            less than 1/32 of the memory, and checkpoints beyond that.
+        drop: the probability of leaving a layer out for an image in training, one for all layers or
+            one per layer. The layers that stay have the step h / (1 - drop), so the mean step is h.
+            The theorem holds for any steps, these included.
         init: "scaled" draws K from N(0, 1/fan-in) with b = 0; "paper" draws all from N(0, 1).
-        generator: of the first weights; by default PyTorch's global one.
+        generator: of the initial weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default that of new tensors.
+        device: of the weights; by default PyTorch's default device.
 
     Raises:
         ShapeError: if the channels are odd.
@@ -138,7 +144,7 @@ class HamiltonianUnit(nn.Module):
             )
         if network == "h1" and backprop == "reversible":
             raise OptionError(
-                'an H1 layer has no explicit inverse; backprop="reversible" is for h2, take '
+                'an H1 layer has no explicit inverse; backprop="reversible" is for h2; use '
                 '"checkpoint" to save memory.'
             )
         self._add_weights(new_tensor(dtype, device))
@@ -183,7 +189,7 @@ class HamiltonianUnit(nn.Module):
     def reset_parameters(
         self, generator: torch.Generator | None = None
     ) -> None:
-        """Begin again: all weights are drawn as the constructor draws them.
+        """Draw all weights again, as the constructor does.
 
         Args:
             generator: of the weights; by default PyTorch's global one.
@@ -207,15 +213,15 @@ class HamiltonianUnit(nn.Module):
         tensor.copy_(scale * normal(tensor.shape, generator, tensor.device))
 
     def weight(self, name: str) -> Tensor:
-        """The stack of that name, such as "K" or "b_p".
+        """One stack of weights.
 
         Args:
-            name: of a parameter.
+            name: of a parameter, such as "K" or "b_p".
         """
         return getattr(self, name)
 
     def smoothness(self) -> Tensor:
-        """The regulariser `R_K` of this unit's own K and b: small if layers differ little."""
+        """The regulariser `R_K` of this unit: small if neighbouring layers differ little."""
         jumps: Any = 0.0
         for half in self.halves:
             for name in ("K", "b"):
@@ -233,11 +239,11 @@ class HamiltonianUnit(nn.Module):
 
     @property
     def h(self) -> float | tuple[float, ...]:
-        """The step: a float, or one a layer."""
+        """The step: a float, or one per layer."""
         return self.step
 
     def config(self) -> dict[str, Any]:
-        """The arguments that make this unit again."""
+        """The constructor arguments of this unit."""
         names = "channels layers network kernel step activation padding norm backprop drop init"
         return {name: getattr(self, name) for name in names.split()}
 
@@ -250,7 +256,8 @@ class HamiltonianUnit(nn.Module):
             y: images (B, C, height, width).
 
         Raises:
-            ShapeError: if y has another shape or dtype, or is smaller than the kernel.
+            ShapeError: if y has the wrong shape, or is smaller than the kernel.
+            DtypeError: if y does not have the dtype of the weights.
         """
 
         def run(halves: list[Half], moves: list[Move]) -> list[Half]:
@@ -260,7 +267,7 @@ class HamiltonianUnit(nn.Module):
         return y_N if self.after is None else self.after(y_N)
 
     def trajectory(self, y: Tensor) -> Tensor:
-        """All states of the layers, none left out: (N+1, B, C, height, width).
+        """All states, with no layer left out: (N+1, B, C, height, width).
 
         Args:
             y: images (B, C, height, width).
@@ -279,12 +286,12 @@ class HamiltonianUnit(nn.Module):
     def run_layers(
         self, y: Tensor, layers: slice, *, trajectory: bool = False
     ) -> Tensor:
-        """The state after some layers, or all states from the first of them on.
+        """The state after running only some layers, or all states on the way.
 
         Args:
             y: the state before the first of these layers, (B, C, height, width).
             layers: the numbers of the layers.
-            trajectory: give all their states, stacked.
+            trajectory: return all these states, stacked.
         """
         states = [y]
 
@@ -305,11 +312,11 @@ class HamiltonianUnit(nn.Module):
             y: the state after the last layer, (B, C, height, width).
 
         Raises:
-            OptionError: for h1, and where normalisation stands behind the unit.
+            OptionError: for h1, or if normalisation follows the unit.
         """
         if self.network == "h1" or self.after is not None:
             raise OptionError(
-                "there is no explicit inverse of H1, nor of a normalisation behind the unit; take "
+                "neither H1 nor normalisation after the unit has an explicit inverse; use "
                 'network="h2" with norm "none" or "inside".'
             )
         return self._walk(y, rebuild.undo)
@@ -437,31 +444,34 @@ class HamiltonianUnit(nn.Module):
 
     def _check_images(self, y: Tensor) -> None:
         kind = type(y).__name__
+        error = ShapeError
         if isinstance(y, Tensor):
             autocast = torch.is_autocast_enabled(y.device.type)
             fits = y.dtype == self._dtype or (
                 autocast and y.is_floating_point()
             )
-            if fits and y.ndim == 4 and y.shape[1] == self.channels:
-                return
+            if y.ndim == 4 and y.shape[1] == self.channels:
+                if fits:
+                    return
+                error = DtypeError
             kind = f"{y.dtype} of shape {tuple(y.shape)}"
-        raise ShapeError(
-            f"a unit takes images (B, {self.channels}, height, width) in one dtype with its "
-            f"weights, {self._dtype}, but got {kind}; use .to(dtype) on one of them."
+        raise error(
+            f"a unit takes images (B, {self.channels}, height, width) in the dtype of its weights, "
+            f"{self._dtype}, but got {kind}; use .to(dtype) on one of them."
         )
 
     def guarantee(self) -> Guarantee:
-        """Whether `norm(dy_N/dy_j) >= 1` is a theorem for this unit as it is now, and why.
+        """The theorem that `norm(dy_N/dy_j) >= 1` for this unit as it is now, or why there is none.
 
-        `after` is no part of the Hamiltonian stack and not covered. With `norm="inside"`, each
-        channel's activation in evaluation is sigma(s x + c): still Hamiltonian, and for H1 monotone
-        if s >= 0. In training each sample's gradient depends on the batch: the H2 map of the batch
-        preserves volume, but nothing is promised for one sample.
+        Normalisation after the unit is not part of the Hamiltonian stack, and not covered. With
+        `norm="inside"`, each channel's activation in evaluation is sigma(s x + c): still
+        Hamiltonian, and for H1 monotone if s >= 0. In training each sample's gradient depends on
+        the batch: the H2 map of the batch preserves volume, but nothing is promised for one sample.
         """
         reason = unknown_reason(self)
         sigma = activations.get(self.activation)
         if self.normed and self.training:
-            reason = "batch statistics tie the samples together while training; see it in eval()"
+            reason = "batch statistics couple the samples in training; ask again in eval()"
         elif self.network == "h1" and not sigma.monotone:
             reason = f"forward Euler promises nothing for {self.activation}, which may decrease"
         elif (
@@ -469,9 +479,7 @@ class HamiltonianUnit(nn.Module):
             and self.normed
             and (self.weight("gamma") < 0).any()
         ):
-            reason = (
-                "a gamma < 0 turns an activation around, so that it decreases"
-            )
+            reason = "a gamma < 0 flips an activation, so that it decreases"
         if reason is not None:
             return Guarantee(False, "none", reason)
         promise = Guarantee(True, SYMPLECTIC, ALWAYS)
@@ -511,7 +519,7 @@ def named(name: str, half: str) -> str:
 
 
 def _probabilities(drop: Any, layers: int) -> tuple[float, ...]:
-    """The probability to leave out each layer."""
+    """The probability of leaving out each layer."""
     drops = tuple(drop) if isinstance(drop, (list, tuple)) else (drop,) * layers
     if len(drops) != layers or not all(0 <= p < 1 for p in drops):
         raise OptionError(

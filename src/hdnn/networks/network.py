@@ -1,4 +1,4 @@
-"""What all networks share: parameters stacked over layers, around one scheme."""
+"""The base of all networks: parameters stacked over layers, around one scheme."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hdnn import activations, functional, schemes
 from hdnn.activations import Activation, Elementwise
 from hdnn.engine import Settings
 from hdnn.errors import (
+    DtypeError,
     OptionError,
     ShapeError,
     choose,
@@ -62,7 +63,7 @@ OURS = ("hdnn", "torch")
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What is known of `norm(dy_N/dy_j) >= 1` before any computation.
+    """The theorem that `norm(dy_N/dy_j) >= 1`, or the reason why there is none.
 
     Attributes:
         holds: True if it is a theorem for this network.
@@ -138,17 +139,17 @@ def _home(thing: Any) -> str:
 
 
 class Network(nn.Module):
-    """A stack of N layers on states `(*batch, n)`: what H1, H2, MLP and all others are.
+    """A stack of N layers on states `(*batch, n)`: the base class of H1, H2, MLP and all others.
 
-    The weights of all layers are stacked, `(N, ...)`. `net[j]` is layer j, and `len(net)` is N. A
-    network of your own sets `stacked` and defines `forces`.
+    The weights of all layers are stacked, `(N, ...)`. `net[j]` is layer j, and `len(net)` is N.
+    Your own network sets `stacked` and defines `forces`.
 
     Args:
         features: n, the size of a state.
         layers: N, the number of layers.
-        scheme: how a layer steps, a `hdnn.schemes.Scheme`.
+        scheme: how a layer steps, an `hdnn.schemes.Scheme`.
         step: the step h, a number or one for each layer; or give T instead.
-        h: another name of `step`.
+        h: another name for `step`.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.
         activation: sigma, one of `hdnn.activations.names()`, or an elementwise function or module
             such as `torch.nn.ReLU()`.
@@ -158,13 +159,14 @@ class Network(nn.Module):
         engine: what runs the layers, "auto", "reference" or "fused": see `hdnn.engine`.
         backprop: what the backward pass starts from, "auto", "stored", "checkpoint" or
             "reversible": see `hdnn.engine`.
-        generator: of the first weights; by default PyTorch's global one.
+        generator: of the initial weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default that of new tensors.
+        device: of the weights; by default PyTorch's default device.
 
     Raises:
         OptionError: if an option is not known, or two exclude each other, such as `step` and `T`.
         ShapeError: if a tensor has the wrong shape, or the features are odd but are to be halved.
+        DtypeError: if `dtype` is not a floating-point type.
 
     Examples:
         >>> import hdnn
@@ -221,7 +223,7 @@ class Network(nn.Module):
         self._skew: set[str] = set()
         like = new_tensor(dtype, device)
         if not like.is_floating_point():
-            raise ShapeError(
+            raise DtypeError(
                 f"dtype must be a floating-point type, but got {dtype}."
             )
         for name in self.stacked:
@@ -238,8 +240,7 @@ class Network(nn.Module):
         if self.features % 2:
             raise ShapeError(
                 f"{type(self).__name__} splits the features into (p, q), so their number must be "
-                f"even, but features = {self.features}; augment them by a zero "
-                f"(hdnn.heads.Augment){advice}."
+                f"even, but features = {self.features}; add a zero (hdnn.heads.Augment){advice}."
             )
         return self.features // 2
 
@@ -356,7 +357,7 @@ class Network(nn.Module):
 
     @property
     def h(self) -> float | tuple[float, ...] | Tensor:
-        """The step: a float, one a layer, or the learned ones `(N,)`."""
+        """The step: a float, one per layer, or the learned ones `(N,)`."""
         if self.learn_step:
             return self.log_h.exp().expand(self.layers)
         return self.step
@@ -384,7 +385,7 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def forward(self, y: Tensor) -> Tensor:
-        """The last state from the first, both `(*batch, n)`."""
+        """The last state, computed from the first; both are `(*batch, n)`."""
         self._check_features(y)
         return functional.run(
             self.scheme,
@@ -420,7 +421,7 @@ class Network(nn.Module):
         """The first state from the last, exact up to rounding; or all states, in forward order."""
         if not self.invertible:
             self._refuse(
-                "has no explicit inverse; H2, MS1, MS3, Verlet, .. networks have."
+                "has no explicit inverse; H2, MS1, MS3, Verlet and Yoshida networks have one."
             )
         return self._run(y, trajectory=trajectory, inverse=True)
 
@@ -432,12 +433,12 @@ class Network(nn.Module):
     def run_layers(
         self, y: Tensor, layers: slice, *, trajectory: bool = False
     ) -> Tensor:
-        """The state after some layers alone, or all states from the first of them on.
+        """The state after running only some layers, or all states on the way.
 
         Args:
             y: the state before the first of these layers.
-            layers: which ones.
-            trajectory: give all their states, `(L+1, *batch, n)`.
+            layers: their numbers.
+            trajectory: return all these states, `(L+1, *batch, n)`.
         """
         numbers = range(self.layers)[layers]
         if not numbers:
@@ -493,15 +494,15 @@ class Network(nn.Module):
         return activations.get(self.activation)
 
     def guarantee(self) -> Guarantee:
-        """What is known of `norm(dy_N/dy_j) >= 1`: a theorem, or why there is none.
+        """The theorem that `norm(dy_N/dy_j) >= 1`, or the reason why there is none.
 
-        It does not hold for a subclass that computes in another way, which may define its own, nor
-        for a network with hooks, which may change values and gradients.
+        It does not cover a subclass that computes in another way (which may define its own
+        guarantee), nor a network with hooks, which may change values and gradients.
         """
         why = f"no theorem covers {self.scheme.name} layers: norms below 1 are possible"
         reason = unknown_reason(self)
         if reason is not None:
-            why = f"nothing is known of this network: {reason}"
+            why = f"nothing is known about this network: {reason}"
         elif self.symplectic:
             return Guarantee(True, SYMPLECTIC, ALWAYS)
         elif self.scheme.halves:
@@ -518,7 +519,7 @@ class Network(nn.Module):
     ) -> Tensor:
         """The derivatives `dy_{j+1}/dy_j` of all or some layers, `(L, B, n, n)`.
 
-        In denominator layout: the transpose of what `torch.autograd.functional.jacobian` gives. Of
+        In denominator layout: the transpose of what `torch.autograd.functional.jacobian` gives. For
         a subclass that computes in its own way, the layers run one by one.
 
         Args:
@@ -536,8 +537,8 @@ class Network(nn.Module):
         """The bounds `|A| / S` of all shears `I + A` of all layers, move by move."""
         if not self.scheme.halves:
             self._refuse(
-                "has no gradient budget: its layers are not shears, as those of H2, MS1, MS3, "
-                "Verlet and Yoshida are."
+                "has no gradient budget: its layers are not shears, unlike those of H2, MS1, MS3, "
+                "Verlet and Yoshida."
             )
         h = self.steps()
         norms = []
@@ -549,7 +550,7 @@ class Network(nn.Module):
 
     def field(self) -> dict[str, Tensor]:
         """J, K `(N, r, n)` and b `(N, r)` of the ODE `y' = J K^T sigma(K y + b)`."""
-        self._refuse("is no discretised Hamiltonian ODE.")
+        self._refuse("does not discretise a Hamiltonian ODE.")
 
     @property
     def J(self) -> Tensor:
@@ -579,7 +580,7 @@ class Network(nn.Module):
     # Making it again
 
     def config(self) -> dict[str, Any]:
-        """The arguments that make this network again, as JSON can hold them."""
+        """The constructor arguments of this network, as JSON can hold them."""
         config = {
             "features": self.features,
             "layers": self.layers,
@@ -658,7 +659,7 @@ class Network(nn.Module):
     def _step_text(self) -> str:
         if self.learn_step:
             return "h learned"
-        text = "one a layer"
+        text = "one per layer"
         if isinstance(self.step, float):
             text = f"{self.step:.4g}"
         return f"h = {text}, T = {self.T:.4g}"
@@ -783,11 +784,10 @@ def new_tensor(dtype: torch.dtype | None, device: Any) -> Tensor:
 def step_size(
     step: Steps | None, h: Steps | None, T: float | None, layers: int
 ) -> float | tuple[float, ...]:
-    """The step: one number or one a layer, from `step` or `h`, or from T with h = T/N."""
+    """The step: one number or one per layer, from `step` or `h`, or from T with h = T/N."""
     if sum(value is not None for value in (step, h, T)) > 1:
         raise OptionError(
-            "give step (or h, which is the same) or T, where h = T/N, but not both: "
-            f"{step=}, {h=}, {T=}."
+            f"give step (also called h) or T, where h = T/N, not both: {step=}, {h=}, {T=}."
         )
     step = h if step is None else step
     if step is None:
@@ -803,6 +803,6 @@ def step_size(
         return positive_float("step", step)
     if len(step) != layers:
         raise OptionError(
-            f"step has {len(step)} entries for {layers} layers; give one each."
+            f"step has {len(step)} entries for {layers} layers; give one per layer."
         )
     return tuple(positive_float("step", h) for h in step)

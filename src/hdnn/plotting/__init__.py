@@ -1,8 +1,8 @@
-"""Pictures. Every function draws into `ax`, or a new figure, and returns the Axes.
+"""Pictures: every function draws into `ax`, or a new figure, and returns the Axes.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart; classes also differ
-in their markers, lines in their dashes, so that a print in grey can be read.
-`ax.figure.savefig(path)` writes a picture.
+The colours are from Okabe and Ito; colour-blind readers can tell them apart. Classes also differ in
+their markers and lines in their dashes, so a grey print can be read. `ax.figure.savefig(path)`
+writes a picture.
 """
 
 from hdnn.plotting.curves import BLACK as BLACK

@@ -60,7 +60,7 @@ def axes_or_new(
 
 
 def finish(ax: Axes, columns: int, **labels: Any) -> Axes:
-    """The Axes with their labels, and a legend below them, where it covers no data."""
+    """The Axes with their labels, and a legend below, where it covers no data."""
     ax.set(**labels)
     transforms = require("matplotlib.transforms", extra="plot")
     # In points, not in parts of the axes: labels stay clear of it at any size.
@@ -89,9 +89,10 @@ def training_history(
     """Draw the loss of each epoch and, for classes, the fraction of wrong labels, on a log scale.
 
     Args:
-        history: the result of `hdnn.training.fit`; a held-out loss has a mark at its best epoch.
-        ax: the Axes to draw into; by default those of a new figure.
-        test: accuracies on test data after each epoch, whose wrong labels are drawn as well.
+        history: the result of `hdnn.training.fit`; a mark shows the best epoch of the held-out
+            loss.
+        ax: the Axes to draw into; by default a new figure.
+        test: accuracies on test data after each epoch; their wrong labels are drawn as well.
 
     Examples:
         >>> import hdnn
@@ -121,7 +122,7 @@ def training_history(
 
 
 def _epochs(ax: Axes, values: Sequence[float], **style: Any) -> None:
-    """A curve over the epochs; zero has no logarithm, and is left out."""
+    """A curve over the epochs, without zeros, which have no logarithm."""
     shown = [value if value > 0 else math.nan for value in values]
     if any(map(math.isfinite, shown)):
         marker = "o" if len(values) < 3 else ""
@@ -129,13 +130,13 @@ def _epochs(ax: Axes, values: Sequence[float], **style: Any) -> None:
 
 
 def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
-    """Draw smallest, median and largest norm of dy_N/dy_j against j, as a certificate has them.
+    """Draw the smallest, median and largest norm of dy_N/dy_j in a certificate against j.
 
     The parts of a model are drawn side by side in a new figure.
 
     Args:
         certificate: the result of `hdnn.analysis.certify`.
-        ax: the Axes to draw into; by default those of a new figure.
+        ax: the Axes to draw into; by default a new figure.
 
     Examples:
         >>> import hdnn
@@ -187,13 +188,13 @@ def gradient_surface(
     *,
     name: str = "smallest",
 ) -> Axes:
-    """Draw norm(dy_N/dy_j) through a training, as colours over steps and layers.
+    """Draw norm(dy_N/dy_j) during a training, as colours over steps and layers.
 
     Args:
-        monitor: a `hdnn.analysis.GradientMonitor` that has recorded something.
-        ax: the Axes to draw into; by default those of a new figure.
-        name: which norm over the samples: "smallest", "median", "largest", or "of_mean", the norm
-            of their mean matrix.
+        monitor: an `hdnn.analysis.GradientMonitor` that has recorded something.
+        ax: the Axes to draw into; by default a new figure.
+        name: the norm over the samples to draw: "smallest", "median", "largest", or "of_mean", the
+            norm of their mean matrix.
 
     Examples:
         >>> import hdnn, torch
@@ -208,7 +209,7 @@ def gradient_surface(
     if not monitor.records:
         raise OptionError(
             "the monitor has recorded nothing yet: train with fit(callbacks=[monitor]), or call "
-            "monitor.step() after each step of your own loop, and plot then."
+            "monitor.step() after each step of your own loop, then plot."
         )
     colors = require("matplotlib.colors", extra="plot")
     ax = axes_or_new(ax)
@@ -235,11 +236,11 @@ def gradient_surface(
 
 
 def diagnosis_gains(diagnosis: Diagnosis, ax: Axes | None = None) -> Axes:
-    """Draw what is left of a random gradient at each layer, and mark the layers at fault.
+    """Draw the share of a random gradient that is left at each layer, and mark faulty layers.
 
     Args:
         diagnosis: the result of `hdnn.diagnose`.
-        ax: the Axes to draw into; by default those of a new figure.
+        ax: the Axes to draw into; by default a new figure.
 
     Examples:
         >>> import hdnn, torch

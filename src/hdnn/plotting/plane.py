@@ -41,13 +41,13 @@ def decision_regions(
     *,
     grid: int = 300,
 ) -> Axes:
-    """Colour the plane by the class that a model predicts, with test points on it.
+    """Colour the plane by predicted class, and draw the test points on it.
 
     Args:
-        model: a `hdnn.Model` of two inputs and two classes.
+        model: an `hdnn.Model` with two inputs and two classes.
         data: one of the planar sets of `hdnn.data.planar`.
-        ax: the Axes to draw into; by default those of a new figure.
-        grid: predictions along each side of the plane.
+        ax: the Axes to draw into; by default a new figure.
+        grid: the number of predictions along each side of the plane.
 
     Examples:
         >>> import hdnn
@@ -96,13 +96,13 @@ def phase_portrait(
     names: Sequence[str] | None = None,
     energy: Callable[[Tensor], Tensor] | None = None,
 ) -> Axes:
-    """Draw orbits in the plane of p and q, with a mark where each starts.
+    """Draw orbits in the plane of p and q, with a mark at each start.
 
     Args:
         states: (k, B, 2), B orbits of k states each.
-        ax: the Axes to draw into; by default those of a new figure.
+        ax: the Axes to draw into; by default a new figure.
         names: of the orbits, for the legend.
-        energy: a function of states `(*batch, 2)`, whose level lines are added.
+        energy: a function of states `(*batch, 2)`; its level lines are added.
 
     Examples:
         >>> import hdnn, torch
@@ -114,7 +114,7 @@ def phase_portrait(
     """
     if states.ndim != 3 or states.shape[-1] != 2:
         raise ShapeError(
-            f"states must be (k, B, 2), B orbits, but got {tuple(states.shape)}."
+            f"states must be (k, B, 2), for B orbits of k states, but got {tuple(states.shape)}."
         )
     ax = axes_or_new(ax, 4.6, 4.8)
     states = states.detach().cpu().double()
@@ -140,14 +140,14 @@ def agent_paths(
 ) -> Axes:
     """Draw the paths of agents in the plane, with a disc at the end of each.
 
-    Discs are as wide as the distance below which two agents collide, so that those that touch do
-    collide. Where an agent first was closer to another on its way, there is a black ring.
+    The width of a disc is the distance below which two agents collide, so discs that overlap have
+    collided. A black ring marks the first place where an agent collided on its way.
 
     Args:
         paths: positions `(steps + 1, N, 2)`, such as `loop(y)[..., :2]` for one start.
         targets: `(N, 2)`, drawn as crosses.
-        ax: the Axes to draw into; by default those of a new figure.
-        distance: below which two agents collide; 0 if they cannot.
+        ax: the Axes to draw into; by default a new figure.
+        distance: two agents collide below this distance; 0 for no collisions.
     """
     if paths.ndim != 3 or paths.shape[-1] != 2:
         raise ShapeError(

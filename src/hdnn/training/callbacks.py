@@ -1,4 +1,4 @@
-"""The history of a training, and callbacks of `fit`: called with a `Moment` after each step.
+"""The history of a training, and callbacks of `fit`, which get a `Moment` after each step.
 
 A callback that returns True ends the training.
 """
@@ -23,17 +23,17 @@ MONITORS = ("loss", "accuracy", "validation_loss", "validation_score")
 class History:
     """One entry for each epoch of a training; `hdnn.plotting.training_history` draws it.
 
-    Loss and accuracy are means over the minibatches of an epoch; the rest is measured at its end.
+    Loss and accuracy are means over the minibatches of an epoch; the others are values at its end.
 
     Attributes:
         loss: of the training data.
         accuracy: of the training data; NaN for a regression.
         smoothness: R_K, the differences between neighbouring layers.
         gradient: the norm of the last step's gradient.
-        learning_rate: that of the last step.
-        validation_loss: of the held-out rows; empty where nothing is held out.
+        learning_rate: the rate of the last step.
+        validation_loss: of the held-out rows; empty if there are none.
         validation_score: their accuracy, or R^2 of a regression.
-        best_epoch: that of the lowest held-out loss, from 1; 0 where nothing is held out.
+        best_epoch: the epoch of the lowest held-out loss, from 1; 0 if there are no held-out rows.
         seconds: the duration of the whole training.
     """
 
@@ -56,7 +56,7 @@ class History:
         self.learning_rate.append(moments[-1].learning_rate)
 
     def curves(self) -> dict[str, list[float]]:
-        """All lists that have an entry for each epoch, by name."""
+        """All lists with an entry for each epoch, by name."""
         return {
             name: values
             for name, values in vars(self).items()
@@ -64,7 +64,7 @@ class History:
         }
 
     def text(self) -> str:
-        """The last epoch, for a line of progress."""
+        """The last epoch, for the progress line."""
         text = f"loss {self.loss[-1]:.4f}"
         if not math.isnan(self.accuracy[-1]):
             text += f", {100 * self.accuracy[-1]:.1f}% right"
@@ -89,7 +89,7 @@ class Moment:
         gradient: the norm of the gradient, before any clipping.
         learning_rate: of this step.
         history: of all epochs so far.
-        end_of_epoch: True in the last step of an epoch, which is then part of the history.
+        end_of_epoch: True in the last step of an epoch; the history then includes that epoch.
 
     Examples:
         >>> import hdnn, torch
@@ -119,13 +119,13 @@ Callback = Callable[[Moment], bool | None]
 
 
 class EarlyStopping:
-    """End a training after `patience` epochs in which nothing got better.
+    """A callback that ends a training after `patience` epochs without an improvement.
 
-    `fit(validation=.., patience=..)` is the short form for the loss at held-out rows, which then
-    also goes back to the best epoch.
+    `fit(validation=.., patience=..)` is the short form for the loss of held-out rows; it also goes
+    back to the best epoch.
 
     Args:
-        patience: epochs without an improvement after which the training ends.
+        patience: the number of epochs without an improvement.
         monitor: "loss", "accuracy", "validation_loss" or "validation_score" of the `History`.
         minimum: the smallest improvement that counts.
 
@@ -166,9 +166,9 @@ class EarlyStopping:
 
 
 class WellPosed:
-    """Scale K of implicit layers down where a step might have no solution, or several.
+    """A callback that scales down K of implicit layers whose step may lack a unique solution.
 
-    `fit` adds it by itself where it is needed; `WellPosed(None)` leaves the weights as they are.
+    `fit` adds it automatically if needed; `WellPosed(None)` leaves the weights as they are.
 
     Args:
         limit: the largest `coupling` of a layer, between 0 and 1; None for no limit.
@@ -183,7 +183,7 @@ class WellPosed:
 
     @staticmethod
     def needed(net: Network) -> bool:
-        """True if some weights of a network have a step without exactly one solution."""
+        """True if some weights of a network give a step that does not have exactly one solution."""
         return bool(net.implicit) and not getattr(net, "always_solvable", True)
 
     def limit_coupling(self, model: Model) -> None:
@@ -196,10 +196,10 @@ class WellPosed:
 
 
 class TensorBoard:
-    """Write the history of each epoch for TensorBoard; needs the extra `tensorboard`.
+    """A callback that writes the history for TensorBoard; needs the extra `tensorboard`.
 
     Args:
-        folder: where to write, as `tensorboard --logdir` takes it.
+        folder: the folder to write to, for `tensorboard --logdir`.
 
     Examples:
         >>> import os, hdnn, torch

@@ -1,4 +1,4 @@
-"""A training on disk: one file that holds all it needs to go on as if it had never stopped."""
+"""A training on disk: one file with all it needs to go on as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_folder(
     if folder is None:
         if resume:
             raise CheckpointError(
-                "resume needs the folder of the training to go on with."
+                "resume needs the folder of the training to continue."
             )
         return None
     place = Path(folder)
@@ -55,7 +55,7 @@ def open_folder(
     stack.enter_context(io.lock(place))
     if not resume and (place / NAME).exists():
         raise CheckpointError(
-            f"{place} holds a training already; resume it (resume=True) or choose another folder."
+            f"{place} already holds a training; resume it (resume=True) or choose another folder."
         )
     return place
 
@@ -107,15 +107,15 @@ def read(place: Path, identity: Mapping[str, Any]) -> Saved | None:
     tensors, metadata = io.load_tensors(path)
     if "identity" not in metadata:
         raise CheckpointError(
-            f"{path} does not hold a training, but something else of hdnn."
+            f"{path} holds something else that hdnn wrote, not a training."
         )
     before = metadata["identity"]
     now = json.loads(json.dumps(dict(identity)))
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
             raise CheckpointError(
-                f"{path} is of another training: its {name} is {str(before.get(name))[:100]}, not "
-                f"{str(now.get(name))[:100]}; resume with the same options and data, or choose "
+                f"{path} belongs to another training: its {name} is {str(before.get(name))[:100]}, "
+                f"not {str(now.get(name))[:100]}; resume with the same options and data, or choose "
                 "another folder."
             )
     return Saved(metadata["values"], tensors)

@@ -1,8 +1,8 @@
 """The training loop: solve the output layer, take one step on the hidden layers, repeat.
 
-For every minibatch the output layer is fitted first, to the features that the hidden layers give
-now; it is then held fixed while the hidden layers descend. At the end the output layer is fitted
-once more, to all data.
+For every minibatch the output layer is fitted first, to the current features of the hidden layers;
+it then stays fixed while the hidden layers take a step. At the end the output layer is fitted once
+more, to all data.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ class Options:
     Attributes:
         epochs: the largest number of passes over the data.
         batch: samples in a minibatch.
-        learning_rate: of the hidden layers, and of the output layer unless Newton steps find it.
+        learning_rate: of the hidden layers, and of the output layer unless it is solved by Newton
+            steps.
         schedule: the rate stays "constant" or falls to zero as a "cosine", after the warmup.
         warmup: the fraction of all steps in which the rate rises from zero.
-        weight_decay: times the weights of the hidden layers, is added to their gradient.
+        weight_decay: the multiple of the hidden layers' weights that is added to their gradient.
         clip: the largest norm of the gradient of all hidden layers; None for no limit.
         solver: of the output layer, for each minibatch. "newton": Newton steps on the
             ridge-regularised problem; "adam": the paper's 10 Adam steps from zero, with weight
@@ -71,9 +72,9 @@ class Options:
         ridge: the penalty on the output layer.
         smoothness: alpha, the penalty on differences between neighbouring layers.
         smoothing: alpha stays "constant" or falls to zero as a "cosine".
-        patience: end after this many epochs in which the held-out loss did not fall by more than
-            `tol`, and go back to the model of the best epoch. Without held-out rows the loss of the
-            training is watched, and the last model stays.
+        patience: stop after this many epochs in which the held-out loss did not fall by more than
+            `tol`, and go back to the model of the best epoch. Without held-out rows, the training
+            loss is watched and the last model stays.
         tol: the smallest fall of the loss that counts.
         seed: of the order of the samples; the global random state is neither read nor written.
     """
@@ -116,7 +117,7 @@ class Options:
                 )
         if self.learning_rate == 0 or self.clip == 0 or self.warmup >= 1:
             raise OptionError(
-                "learning_rate and clip must be > 0, and warmup below 1."
+                "learning_rate and clip must be > 0, and warmup must be below 1."
             )
         if self.solver == "newton" and self.ridge == 0:
             raise OptionError(
@@ -143,26 +144,26 @@ def fit(
     `learning_rate` are described in `Options`.
 
     Args:
-        model: a `hdnn.Model` with a head that has a loss.
+        model: an `hdnn.Model` with a head that has a loss.
         x: inputs (B, inputs), of the dtype and on the device of the model.
         t: labels (B,) in 0 .. classes-1, or targets (B, outputs) for a regression head.
         weight: of each sample (B,) in the mean loss.
-        validation: held-out rows (x, t) or (x, t, weight), at which loss and score are measured
-            after each epoch, with the output layer that the model would have if training ended
-            there. They change nothing unless there is a `patience`.
+        validation: held-out rows (x, t) or (x, t, weight). Their loss and score are measured after
+            each epoch, with the output layer that the model would have if training ended there.
+            They change nothing unless `patience` is given.
         callbacks: called with a `Moment` after each step; one that returns True ends the training.
-        folder: keeps a checkpoint, so that `resume=True` can go on after any interruption to the
-            very same result, on the same machine.
-        resume: go on with the training in `folder`, or begin there if it is empty.
-        progress: show one line while a person waits at a terminal.
+        folder: for a checkpoint, from which `resume=True` continues after any interruption, to
+            exactly the same result on the same machine.
+        resume: continue the training in `folder`, or start one there if it is empty.
+        progress: show a progress line at a terminal.
         **options: the fields of `Options`.
 
     Returns:
-        A `History`: loss, accuracy and more, one entry an epoch.
+        A `History`: loss, accuracy and more, one entry per epoch.
 
     Raises:
         OptionError: if an option is out of range, or the head has no loss.
-        DataError: if x, t, weight or validation do not fit the model or are not finite.
+        DataError: if x, t, weight or validation are not finite or do not fit the model.
         CheckpointError: if the folder cannot be used, or holds another training.
         ConvergenceError: if the training diverges.
 
@@ -476,7 +477,7 @@ def check_data(
     head = getattr(model, "head", None)
     if not isinstance(head, (RegressionHead, SigmoidHead, SoftmaxHead)):
         raise OptionError(
-            "fit trains a hdnn.Model with a SigmoidHead or SoftmaxHead (for classes) or a "
+            "fit trains an hdnn.Model with a SigmoidHead or SoftmaxHead (for classes) or a "
             f"RegressionHead (for values), but got {type(head or model).__name__}."
         )
     like = head.weight

@@ -1,9 +1,9 @@
 """Training on images: the whole set on the device, one step as one CUDA graph.
 
-Minibatches are gathered on the device from images that stay there as bytes; crops and flips are
-drawn there too. On a GPU a step of the compiled network, from the gathering to the optimiser, is
-recorded once and then replayed. Everything random in an epoch comes from the seed and the number of
-that epoch, so a training can go on after any epoch as if it had never stopped.
+Images stay on the device as bytes; minibatches, crops and flips are made there too. On a GPU a
+whole step, from choosing images to the optimiser, is recorded once and then replayed. All random
+numbers of an epoch come from the seed and the number of that epoch, so a training can go on after
+any epoch as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ def fit_images(
     progress: bool = True,
     seconds: float = math.inf,
 ) -> History:
-    """Train a network on images, in place, on the device where it is.
+    """Train a network on images, in place, on its own device.
 
     Args:
-        model: an image classifier; where it has a `smoothness()`, that is part of the loss.
+        model: an image classifier; if it has a `smoothness()`, that is part of the loss.
         data: images to train on and to test with.
         recipe: epochs, optimiser, rates, loss and augmentation.
         callbacks: called with a `Moment` after each epoch; one that returns True ends the training.
-        folder: keeps a checkpoint of the last epoch, for `resume=True`.
-        resume: go on with the training in `folder`, or begin there if it is empty.
-        progress: show one line while a person waits at a terminal.
-        seconds: no epoch begins after this time; resume to go on.
+        folder: for a checkpoint of the last epoch, from which `resume=True` continues.
+        resume: continue the training in `folder`, or start one there if it is empty.
+        progress: show a progress line at a terminal.
+        seconds: no epoch starts after this time; resume to go on.
 
     Returns:
         A `History`, whose `validation_score` is the accuracy on the test images.
 
     Raises:
-        OptionError: if there are fewer images than a minibatch has.
+        OptionError: if there are fewer images than a minibatch needs.
         CheckpointError: if the folder cannot be used, or holds another training.
         ConvergenceError: if the training diverges.
     """

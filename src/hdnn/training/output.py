@@ -1,9 +1,9 @@
 """The output layer for given features: solved by Newton's method, or by the paper's Adam steps.
 
-Both minimise the mean loss + ridge/2 |(W, b)|^2 over the output layer alone, a convex problem. With
-sample weights the mean is the weighted one. The problem is small, and nearly singular where there
-is little ridge: it is solved in NumPy, in float64, whatever the device and dtype of the model.
-`W` stands for (W, b) as one matrix (c, n + 1).
+Both minimise the mean loss + ridge/2 |(W, b)|^2 over only the output layer, a convex problem. With
+sample weights the mean is the weighted one. The problem is small, and nearly singular if `ridge` is
+small: it is solved with NumPy in float64, whatever the device and dtype of the model. `W` stands
+for (W, b) as one matrix (c, n + 1).
 """
 
 from __future__ import annotations

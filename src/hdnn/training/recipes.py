@@ -1,6 +1,6 @@
 """Schedules, and recipes for MNIST and CIFAR-10.
 
-The recipes were chosen on training images that were held out, never on the test images.
+The recipes were chosen on held-out training images, never on the test images.
 """
 
 from __future__ import annotations
@@ -52,19 +52,20 @@ class ImageRecipe:
         optimizer: "sgd", with Nesterov momentum, or "adam".
         learning_rate: its largest value.
         momentum: of SGD.
-        nesterov: whether that momentum is Nesterov's.
-        warmup: the fraction of all steps in which the rate rises; then it falls as a cosine.
-        rates: instead of that, factors of the rate by epoch, such as ((0, 1.0), (120, 0.1)).
-        decay: instead of that, the factor of the rate from one epoch to the next.
+        nesterov: True for Nesterov's momentum.
+        warmup: the fraction of all steps in which the rate rises; after that it falls as a cosine.
+        rates: instead of warmup and cosine, factors of the rate by epoch, such as ((0, 1.0), (120,
+            0.1)).
+        decay: instead of warmup and cosine, the factor of the rate from one epoch to the next.
         weight_decay: on matrices and kernels, not on normalisations and biases.
         label_smoothing: of the cross entropy.
         power: q > 0 makes the loss of an image (1 - p^q) / q instead of -log p, where p is the
-            probability of its class: images that are far from right then count less.
+            probability of its class: badly misclassified images then count less.
         smoothness: alpha, the penalty on differences between neighbouring layers.
         clip: the largest norm of the gradient; None for no limit.
-        pad: pixels around an image that make room for crops.
+        pad: pixels added around an image, as room for crops.
         flip: mirror half of the images.
-        bf16: compute in bfloat16 where autocast does.
+        bf16: compute in bfloat16, by autocast.
         seed: of the order of images, crops and flips.
     """
 
@@ -213,7 +214,7 @@ def image_recipe(
     by: str = "ours",
     **options: Any,
 ) -> ImageRecipe:
-    """The recipe for a network on "mnist" or "cifar10"; `options` take the place of its fields.
+    """The recipe for a network on "mnist" or "cifar10"; `options` replace its fields.
 
     Args:
         data: "mnist" or "cifar10".
