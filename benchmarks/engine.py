@@ -280,7 +280,7 @@ def add_compiled(rows: list[Row], device: str, seconds: float) -> None:
 # Memory, accuracy, and the time until the first result
 
 MEMORY = """
-import resource, sys, torch
+import sys, torch
 sys.path.insert(0, {here!r})
 from engine import H, weights
 from hdnn import functional
@@ -292,7 +292,8 @@ for _ in range(2):
 if {device!r} == "cuda":
     print(torch.cuda.max_memory_allocated() / 2**20)
 else:
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+    status = open("/proc/self/status").read()
+    print(int(status.split("VmHWM:")[1].split()[0]) / 2**10)
 """
 
 FIRST = """

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.func import jacrev, vmap
+from torch.nn.functional import linear
 
 from hdnn.activations import Activation
 from hdnn.implicit import MAX_ITER, solve, solve_chord
@@ -54,7 +55,7 @@ class Force(NamedTuple):
 
     def at(self, x: Tensor, sigma: Activation) -> Tensor:
         """The force of one layer at states x, `(*batch, t)`."""
-        return sigma(x @ self.K.mT + self.b) @ self.output()
+        return sigma(linear(x, self.K, self.b)) @ self.output()
 
     # Methods by name: PyTorch 2.7 can compile no others of a named tuple.
     def output(self) -> Tensor:

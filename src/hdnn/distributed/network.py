@@ -49,7 +49,7 @@ class GraphForce(NamedTuple):
     def at(self, x: Tensor, sigma: Activation) -> Tensor:
         """The force of one layer at the states of this process, `(batch, rows)`.
 
-        Nodes of the same shape are one `hdnn.schemes.Force`, with a matrix for each of them.
+        As `hdnn.schemes.Force`, with a matrix for each node; nodes of the same shape go together.
         """
         halo = self.halo
         state = exchange(x.mT, halo, self.messages)
@@ -65,7 +65,7 @@ class GraphForce(NamedTuple):
             row = last
             x = state.index_select(0, group.columns)
             x = x.view(nodes, -1, batch)
-            moved = schemes.Force(K, b).at(x.mT, sigma)
+            moved = sigma(x.mT @ K.mT + b) @ K
             moved = moved.mT.flatten(0, 1)
             contributions = contributions.index_add(0, group.columns, moved)
         v = exchange(contributions, halo, self.messages, reverse=True).mT
