@@ -292,8 +292,7 @@ for _ in range(2):
 if {device!r} == "cuda":
     print(torch.cuda.max_memory_allocated() / 2**20)
 else:
-    status = open("/proc/self/status").read()
-    print(int(status.split("VmHWM:")[1].split()[0]) / 2**10)
+    print(int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 2**10)
 """
 
 FIRST = """
