@@ -188,9 +188,9 @@ def table_one(options: Any) -> Result:
         if recipe == "paper":
             page.append(PUBLISHED)
         page += [*runner.grid(rows, "network", what), ""]
-        count = f"by {RECIPES[recipe]} {runner.counted(rows)}"
+        count = f"with {RECIPES[recipe]} {runner.counted(rows)}"
         if recipe == "paper":
-            count += f", {runner.counted(rows, 'best')}"
+            count += f", and {runner.counted(rows, 'best')}"
         counts.insert(0, f"{count}, {options.seeds} seeds")
     facts = {"seeds": options.seeds, "recipes": recipes}
     return Result("Table I: planar sets", "; ".join(counts), facts, page)

@@ -219,7 +219,7 @@ def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
         strictly += reached(row[what], paper)
         meant = ROUNDED if paper == 100 else paper
         rounded += reached(row[what], meant)
-    text = f"{strictly} of {len(rows)} {what}s at or above the paper's"
+    text = f"{strictly} of {len(rows)} {what} accuracies reach the paper's"
     if rounded > strictly:
         text += f" ({rounded} within rounding)"
     return text
