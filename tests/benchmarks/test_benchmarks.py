@@ -38,6 +38,12 @@ def test_a_program_imports_only_what_exists(program, name):
     assert program(name).__doc__
 
 
+def test_the_balance_is_exact_for_a_controller_that_once_lost_three_digits(
+    program,
+):
+    assert program("control").violation(764) <= 1e-13
+
+
 # The command line and the page
 
 
