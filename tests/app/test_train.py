@@ -24,6 +24,7 @@ import torch
 from hdnn import io
 from hdnn.__main__ import main
 from hdnn.app.config import ImageConfig, RunOptions, TableConfig, all_options
+from hdnn.app.train import write_picture
 from hdnn.data import ImageData
 from hdnn.errors import OptionError
 
@@ -420,3 +421,15 @@ def test_a_run_on_images_has_the_picture_of_norms(capsys, monkeypatch):
     result = json.loads(run(capsys, "train", *options))
     content = (Path(result["run"]) / "norms.png").read_bytes()
     assert content.startswith(b"\x89PNG")
+
+
+def test_a_picture_that_could_not_be_finished_is_not_left_behind(tmp_path):
+    class Broken:
+        def savefig(self, file, **_):
+            opened = file if hasattr(file, "write") else open(file, "wb")  # noqa: SIM115
+            opened.write(b"half")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        write_picture(Broken(), tmp_path / "norms.png")
+    assert not list(tmp_path.glob("*norms*"))

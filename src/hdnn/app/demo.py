@@ -58,7 +58,7 @@ def draw(jobs: Mapping[str, train.Job], folder: Path) -> None:
     high = max(panel.get_ylim()[1] for panel in panels[1])
     for panel in panels[1]:
         panel.set_ylim(low, high)
-    figure.savefig(folder / PICTURE, dpi=120)
+    train.write_picture(figure, folder / PICTURE)
 
 
 def text(result: Mapping[str, Any]) -> str:

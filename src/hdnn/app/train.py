@@ -6,6 +6,7 @@ model, and can `fit`. Everything else is the same for all kinds, and is `train`.
 
 from __future__ import annotations
 
+import io as byte_io
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -590,8 +591,15 @@ def draw(job: Job, folder: Path) -> list[str]:
     if certificate is not None and (certificate.by_layer or certificate.parts):
         axes["norms"] = certificate.plot()
     for name, ax in axes.items():
-        ax.figure.savefig(folder / f"{name}.png", dpi=120)
+        write_picture(ax.figure, folder / f"{name}.png")
     return [f"{name}.png" for name in axes]
+
+
+def write_picture(figure: Any, file: Path) -> None:
+    """Write a figure of matplotlib as a PNG file, which is complete or absent."""
+    content = byte_io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    io.write_atomically(file, content.getvalue())
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
