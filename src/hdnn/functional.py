@@ -7,6 +7,7 @@ Every function is pure, differentiable and runs N layers on states y `(*batch, n
   on a half.
 - `h`: the step, a number or one for each layer, as a list or a tensor `(N,)`.
 - `X`: `(m, m)`, or `(N, m, m)` for one per layer; by default the identity.
+- `a_p`, `a_q`: gains `(N, r)` of any sign, factors of each row's sigma; by default 1.
 - `J`: skew-symmetric, `(n, n)` or `(N, n, n)`; by default `[[0, -I], [I, 0]]`.
 - `activation`: a name such as "tanh" (the default), or an `hdnn.activations.Activation`.
 - `trajectory`: return all states `y_0 .. y_N` as `(N+1, *batch, n)`, in forward order.
@@ -158,6 +159,8 @@ def h2(
     h: Step,
     *,
     X: Tensor | None = None,
+    a_p: Tensor | None = None,
+    a_q: Tensor | None = None,
     **how: Unpack[How],
 ) -> Tensor:
     """Semi-implicit Euler with a block-diagonal K: explicit, symplectic, gradients never vanish.
@@ -175,9 +178,8 @@ def h2(
         >>> bool(torch.linalg.matrix_norm(Phi, 2) >= 1)  # norm(dy_N/dy_0)
         True
     """
-    return run(
-        schemes.SEMI_IMPLICIT_EULER, y, coupled(K_p, K_q, b_p, b_q, X), h, **how
-    )
+    forces = coupled(K_p, K_q, b_p, b_q, X, a_p, a_q)
+    return run(schemes.SEMI_IMPLICIT_EULER, y, forces, h, **how)
 
 
 def h2_inverse(
@@ -189,11 +191,13 @@ def h2_inverse(
     h: Step,
     *,
     X: Tensor | None = None,
+    a_p: Tensor | None = None,
+    a_q: Tensor | None = None,
     **how: Unpack[How],
 ) -> Tensor:
     """The exact inverse of `h2`: `y_0` from `y_N`."""
     how["inverse"] = True
-    return h2(y, K_p, K_q, b_p, b_q, h, X=X, **how)
+    return h2(y, K_p, K_q, b_p, b_q, h, X=X, a_p=a_p, a_q=a_q, **how)
 
 
 def verlet(
@@ -205,10 +209,12 @@ def verlet(
     h: Step,
     *,
     X: Tensor | None = None,
+    a_p: Tensor | None = None,
+    a_q: Tensor | None = None,
     **how: Unpack[How],
 ) -> Tensor:
     """Stoermer-Verlet: half a step of p, one of q, half a step of p. Order 2, symplectic."""
-    forces = coupled(K_p, K_q, b_p, b_q, X)
+    forces = coupled(K_p, K_q, b_p, b_q, X, a_p, a_q)
     return run(schemes.VERLET, y, forces, h, **how)
 
 
@@ -221,10 +227,12 @@ def yoshida4(
     h: Step,
     *,
     X: Tensor | None = None,
+    a_p: Tensor | None = None,
+    a_q: Tensor | None = None,
     **how: Unpack[How],
 ) -> Tensor:
     """Yoshida's three Verlet steps, the middle one backwards in time. Order 4, symplectic."""
-    forces = coupled(K_p, K_q, b_p, b_q, X)
+    forces = coupled(K_p, K_q, b_p, b_q, X, a_p, a_q)
     return run(schemes.YOSHIDA4, y, forces, h, **how)
 
 
@@ -238,6 +246,8 @@ def split(
     *,
     shears: tuple[tuple[str, float], ...],
     X: Tensor | None = None,
+    a_p: Tensor | None = None,
+    a_q: Tensor | None = None,
     **how: Unpack[How],
 ) -> Tensor:
     """Any sequence of p- and q-updates as one layer, each by a fraction of the step.
@@ -263,7 +273,7 @@ def split(
         (1, -fraction) if half == "p" else (0, fraction)
         for half, fraction in shears
     )
-    forces = coupled(K_p, K_q, b_p, b_q, X)
+    forces = coupled(K_p, K_q, b_p, b_q, X, a_p, a_q)
     return run(Scheme("split", 1, moves), y, forces, h, **how)
 
 
@@ -369,15 +379,36 @@ def discrete_gradient(
 
 
 def coupled(
-    K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, X: Tensor | None = None
+    K_p: Tensor,
+    K_q: Tensor,
+    b_p: Tensor,
+    b_q: Tensor,
+    X: Tensor | None = None,
+    a_p: Tensor | None = None,
+    a_q: Tensor | None = None,
 ) -> tuple[Force, ...]:
-    """The forces `X K_p^T sigma(K_p p + b_p)` on q and `X^T K_q^T sigma(K_q q + b_q)` on p."""
-    if X is None:
-        return Force(K_p, b_p), Force(K_q, b_q)
-    _check_square("X", X, K_p)
-    on_q = Force(K_p, b_p, _product(K_p, X.mT))
-    on_p = Force(K_q, b_q, _product(K_q, X))
-    return on_q, on_p
+    """The forces `X K_p^T sigma(K_p p + b_p)` on q and `X^T K_q^T sigma(K_q q + b_q)` on p.
+
+    Gains multiply sigma.
+    """
+    on_q = Force(K_p, b_p)
+    on_p = Force(K_q, b_q)
+    if X is not None:
+        _check_square("X", X, K_p)
+        on_q = Force(K_p, b_p, _product(K_p, X.mT))
+        on_p = Force(K_q, b_q, _product(K_q, X))
+    return _scaled(on_q, a_p), _scaled(on_p, a_q)
+
+
+def _scaled(force: Force, a: Tensor | None) -> Force:
+    """A force with gains a."""
+    if a is None:
+        return force
+    if a.shape != force.b.shape:
+        raise ShapeError(
+            f"gains have shape {tuple(a.shape)}, but must be {tuple(force.b.shape)}, as b."
+        )
+    return force._replace(V=a.unsqueeze(-1) * force.output())
 
 
 def turned(K: Tensor, b: Tensor, J: Tensor | None = None) -> tuple[Force, ...]:

@@ -7,6 +7,8 @@ import copy
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -519,3 +521,104 @@ def test_zeros_in_the_first_state_do_not_cross_the_kink_of_relu(
         torch.testing.assert_close(
             rebuilt, expected, rtol=1e-3, atol=1e-4 * float(expected.norm())
         )
+
+
+# Gains: a factor of any sign for each row
+
+
+def with_gains(integrator, layers, rows, n=4, **options):
+    generator = torch.Generator().manual_seed(layers + rows)
+    net = hdnn.HamiltonianNet(
+        n,
+        layers,
+        integrator,
+        rows=rows,
+        gains=True,
+        generator=generator,
+        dtype=torch.float64,
+        **options,
+    )
+    for name in ("a_p", "a_q"):
+        gains = 20 * torch.rand(net.weight(name).shape, generator=generator)
+        net.assign(name, gains.double() - 10)
+    return net
+
+
+GAINED = ("semi_implicit_euler", "verlet", "yoshida4")
+
+
+@pytest.mark.parametrize("integrator", GAINED)
+def test_a_layer_with_gains_moves_p_by_weighted_rows(integrator):
+    net = with_gains(integrator, 1, 3, step=0.1)
+    y = torch.randn(5, 4, dtype=torch.float64)
+
+    def force(half, x):
+        K, b, a = (net.weight(f"{name}_{half}")[0] for name in "Kba")
+        return (a * torch.tanh(x @ K.T + b)) @ K
+
+    state = list(y.chunk(2, -1))
+    for half, fraction in net.scheme.moves:
+        state[1 - half] = state[1 - half] + fraction * 0.1 * force(
+            "pq"[half], state[half]
+        )
+    assert torch.allclose(net(y), torch.cat(state, -1), atol=1e-14)
+
+
+@given(
+    integrator=st.sampled_from(GAINED),
+    layers=st.integers(1, 30),
+    rows=st.integers(1, 9),
+    half=st.integers(1, 5),
+    tied=st.booleans(),
+)
+def test_gains_give_the_same_gradients_in_every_engine(
+    integrator, layers, rows, half, tied
+):
+    net = with_gains(integrator, layers, rows, n=2 * half, tied=tied, step=0.02)
+    y = torch.randn(7, 2 * half, dtype=torch.float64)
+    gradients = []
+    for engine in ("reference", "fused"):
+        net.engine = engine
+        net.zero_grad()
+        net(y).square().sum().backward()
+        gradients.append([p.grad.clone() for p in net.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+    back = net.inverse(net(y))
+    assert torch.allclose(back, y, atol=1e-9)
+
+
+def test_networks_with_gains_are_symplectic_and_say_so():
+    for k in range(20):
+        net = with_gains(GAINED[k % 3], 4, 1 + k % 7, step=0.02)
+        y = torch.randn(3, 4, dtype=torch.float64)
+        Phi = hdnn.analysis.backward_sensitivity(net, y)
+        defect = hdnn.analysis.symplectic_defect(Phi, net.J)
+        assert float(defect.max()) < 1e-13
+        assert float(hdnn.analysis.norms(Phi).min()) >= 1 - 1e-12
+        assert net.guarantee().holds
+
+
+def test_bounds_and_the_ode_know_the_gains():
+    net = with_gains("verlet", 3, 5, step=1e-4)
+    y = torch.randn(4, 4, dtype=torch.float64)
+    exact = hdnn.analysis.ContinuousNetwork(net).flow(y)
+    assert torch.allclose(net(y), exact, atol=1e-5)
+    assert all(
+        bound.holds is not False for bound in hdnn.analysis.bounds(net, y)
+    )
+
+
+def test_rows_and_gains_survive_a_file_and_a_refinement(tmp_path):
+    net = with_gains("semi_implicit_euler", 3, 5)
+    y = torch.randn(4, 4, dtype=torch.float64)
+    hdnn.save(net, tmp_path / "net.safetensors")
+    assert torch.equal(hdnn.load(tmp_path / "net.safetensors")(y), net(y))
+    assert torch.equal(net.refine(2).weight("a_p")[::2], net.weight("a_p"))
+
+
+def test_rows_and_gains_are_for_networks_that_halve_the_state():
+    with pytest.raises(hdnn.HDNNError, match="rows and gains are for H2"):
+        hdnn.H1(4, 3, gains=True)
+    with pytest.raises(hdnn.HDNNError, match="without sparsity"):
+        hdnn.H2(4, 3, rows=3, sparsity=torch.eye(2))

@@ -49,9 +49,9 @@ def bsm_bound_paper(net: Network) -> Tensor:
 def bsm_bound_continuous(net: Network) -> Tensor:
     """A sharper upper bound on the norm of dy(T)/dy(t) in a network's ODE.
 
-    It is `exp(1/2 S int |K|^2 |J| dt)`, without the 1/2 if the activation can decrease. For a
-    monotone activation, `A = K^T D K J^T` is a product of a positive semidefinite and a skew
-    matrix, whose symmetric part is at most half as large as itself.
+    It is `exp(1/2 S int |K|^2 |J| dt)`, without the 1/2 if the activation can decrease or there are
+    gains. For a monotone activation without gains, `A = K^T D K J^T` is a product of a positive
+    semidefinite and a skew matrix, whose symmetric part is at most half as large as itself.
 
     Args:
         net: a network that discretises an ODE.
@@ -59,7 +59,8 @@ def bsm_bound_continuous(net: Network) -> Tensor:
     Returns:
         One number, as a tensor.
     """
-    half = 0.5 if net.sigma.monotone else 1.0
+    convex = net.sigma.monotone and not getattr(net, "gains", False)
+    half = 0.5 if convex else 1.0
     rates = steps_of(net) * net.field_rates()
     return torch.exp(half * rates.sum())
 

@@ -73,6 +73,8 @@ class ContinuousNetwork:
         self._b = field["b"]
         # The field is sigma(y K^T + b) V for rows y.
         self._V = self._K @ self.J.mT
+        if "a" in field:
+            self._V = field["a"].unsqueeze(-1) * self._V
         self._sigma = activations.get(self.net.activation)
         ends = steps_of(self.net).cumsum(0)
         self.times = torch.cat([ends.new_zeros(1), ends])

@@ -47,6 +47,8 @@ class HamiltonianOptions(NetworkOptions, total=False):
     learn_X: bool
     J: Tensor | None
     learn_J: bool
+    rows: int | None
+    gains: bool
     sparsity: Any
     tol: float | None
     max_iter: int | None
@@ -69,6 +71,9 @@ class HamiltonianNet(Network):
         learn_X: train X too.
         J: a skew-symmetric matrix `(n, n)`, or `(N, n, n)`; by default `[[0, -I], [I, 0]]`.
         learn_J: train J too; it stays skew-symmetric.
+        rows: r, the rows of `K_p` and `K_q`; by default n/2.
+        gains: learn a factor of any sign for each row, `K^T (a * sigma(K y + b))`, so that a force
+            can push and pull; without gains the energy of each layer is convex.
         sparsity: a block pattern R, or an `hdnn.Sparsity`, that K (and X or J) must have.
         tol: the largest error of an implicit layer's equation; by default near rounding.
         max_iter: the largest number of Newton steps in an implicit layer.
@@ -95,6 +100,8 @@ class HamiltonianNet(Network):
         learn_X: bool = False,
         J: Tensor | None = None,
         learn_J: bool = False,
+        rows: int | None = None,
+        gains: bool = False,
         sparsity: Sparsity | Any | None = None,
         tol: float | None = None,
         max_iter: int | None = None,
@@ -115,6 +122,16 @@ class HamiltonianNet(Network):
         self.stacked = (
             ("K_p", "K_q", "b_p", "b_q") if scheme.halves else ("K", "b")
         )
+        if rows is not None or gains:
+            if not scheme.halves or sparsity is not None:
+                raise OptionError(
+                    "rows and gains are for H2, Verlet and Yoshida networks without sparsity; "
+                    f"leave them out with {integrator=}."
+                )
+            self.rows = None if rows is None else positive_int("rows", rows)
+        self.gains = gains
+        if gains:
+            self.stacked += ("a_p", "a_q")
         super().__init__(features, layers, scheme=scheme, **options)
         self.integrator = integrator
         self.forward_euler = scheme is schemes.FORWARD_EULER
@@ -262,8 +279,8 @@ class HamiltonianNet(Network):
         """The forces of all layers, as the scheme takes them."""
         link = self.weight(self.linked) if self.linked else None
         if self.scheme.halves:
-            K_p, K_q, b_p, b_q = self.stacks()
-            return functional.coupled(K_p, K_q, b_p, b_q, link)
+            K_p, K_q, b_p, b_q, *gains = self.stacks()
+            return functional.coupled(K_p, K_q, b_p, b_q, link, *gains)
         if self.scheme.paired and link is not None:
             link = functional.from_X(link)
         K, b = self.stacks()
@@ -276,9 +293,13 @@ class HamiltonianNet(Network):
         return {**super().weights(), name: link, **self.newton}
 
     def field(self) -> dict[str, Tensor]:
-        """J, K `(N, n, n)` and b `(N, n)` of the ODE `y' = J K^T sigma(K y + b)`."""
+        """J, K `(N, r, n)` and b `(N, r)` of the ODE `y' = J K^T sigma(K y + b)`.
+
+        With gains also a `(N, r)`, the factors of sigma.
+        """
+        gains: list[Tensor] = []
         if self.scheme.halves:
-            K_p, K_q, b_p, b_q = self.stacks()
+            K_p, K_q, b_p, b_q, *gains = self.stacks()
             zero = torch.zeros_like(K_p)
             K = functional.blocks(K_p, zero, zero, K_q)
             b = torch.cat([b_p, b_q], -1)
@@ -289,7 +310,10 @@ class HamiltonianNet(Network):
         else:
             link = torch.eye(self.features // 2, dtype=b.dtype, device=b.device)
         J = link if self.linked == "J" else functional.from_X(link)
-        return {"J": J, "K": K, "b": b}
+        field = {"J": J, "K": K, "b": b}
+        if gains:
+            field["a"] = torch.cat(gains, -1)
+        return field
 
     # Implicit layers
 
@@ -350,6 +374,8 @@ class HamiltonianNet(Network):
             config["integrator"] = self.integrator
         learn = "learn_X" if self.scheme.paired else "learn_J"
         config[learn] = getattr(self, learn)
+        config["rows"] = self.rows
+        config["gains"] = self.gains
         config["sparsity"] = (
             None if self.sparsity is None else self.sparsity.to_config()
         )
@@ -373,6 +399,10 @@ class HamiltonianNet(Network):
         parts = [super().extra_repr()]
         if parametrize.type_before_parametrizations(self) is HamiltonianNet:
             parts.insert(0, self.integrator)
+        if self.rows is not None:
+            parts.append(f"{self.rows} rows")
+        if self.gains:
+            parts.append("gains")
         if self.learn_X or self.learn_J:
             parts.append(f"{self.linked} learned")
         if self.sparsity is not None:
@@ -409,8 +439,9 @@ class H2(HamiltonianNet):
         q_{j+1} = q_j + h X   K_p^T sigma(K_p p_{j+1} + b_p)
 
     Symplectic, so `norm(dy_N/dy_j) >= 1` at any depth, for any weights and any activation.
-    Parameters `K_p`, `K_q` `(N, m, m)` and `b_p`, `b_q` `(N, m)`, with m = n/2; options are those
-    of `HamiltonianNet` with X.
+    Parameters `K_p`, `K_q` `(N, r, m)` and `b_p`, `b_q` `(N, r)`, with r = m = n/2 unless `rows` is
+    given, and with `gains=True` also `a_p`, `a_q` `(N, r)`; options are those of `HamiltonianNet`
+    with X.
 
     Examples:
         >>> import torch

@@ -179,6 +179,7 @@ class Network(nn.Module):
 
     # The weights that each layer has, in the order in which they are drawn
     stacked: tuple[str, ...] = ()
+    rows: int | None = None  # of K; by default as many as it has columns
     forward_euler = False
 
     def __init__(
@@ -248,9 +249,10 @@ class Network(nn.Module):
         self, name: str, generator: torch.Generator | None, device: torch.device
     ) -> Tensor:
         """First values of a stack of weights."""
-        r = self._half() if self.scheme.halves else self.features
+        n = self._half() if self.scheme.halves else self.features
+        r = self.rows or n
         N = 1 if self.tied else self.layers
-        shape = (N, r, r) if name.startswith("K") else (N, r)
+        shape = (N, r, n) if name.startswith("K") else (N, r)
         if name.startswith("b") and self.init == "scaled":
             return torch.zeros(shape, device=device)
         draw = normal(shape, generator, device)
@@ -558,10 +560,16 @@ class Network(nn.Module):
         return self.field()["J"]
 
     def field_rates(self) -> Tensor:
-        """A bound on the derivative of the field in each layer: `S |K_j|^2 |J_j|`, `(N,)`."""
+        """A bound on the derivative of the field in each layer: `S |K_j|^2 |J_j|`, `(N,)`.
+
+        With gains also times the largest of them.
+        """
         field = self.field()
         K_norm = spectral_norm(field["K"])
-        return self.sigma.S * K_norm.square() * spectral_norm(field["J"])
+        rates = self.sigma.S * K_norm.square() * spectral_norm(field["J"])
+        if "a" in field:
+            rates = rates * field["a"].abs().amax(-1)
+        return rates
 
     def smoothness(self) -> Tensor:
         """The regulariser R_K, small where weights change little from layer to layer.
