@@ -1,23 +1,23 @@
 """The paper's layer equations, one function each, which check shapes and run the stack.
 
-Every function is pure, differentiable and runs N layers on states y `(*batch, n)`; the halves of
-`y = (p, q)` have m = n/2 features. Arguments that they share:
+Every function is pure and differentiable, and runs N layers on states y `(*batch, n)`; the halves
+of `y = (p, q)` have m = n/2 features. The functions share these arguments:
 
-- `K ..`, `b ..`: weights `(N, r, n)` and biases `(N, r)`, with m in the place of n where they act
-  on a half.
-- `h`: the step, a number or one for each layer, as a list or a tensor `(N,)`.
+- `K ..`, `b ..`: weights `(N, r, n)` and biases `(N, r)`; weights for a half have m instead of n
+  columns.
+- `h`: the step: one number, or one for each layer as a list or a tensor `(N,)`.
 - `X`: `(m, m)`, or `(N, m, m)` for one per layer; by default the identity.
-- `a_p`, `a_q`: gains `(N, r)` of any sign, factors of each row's sigma; by default 1.
+- `a_p`, `a_q`: gains `(N, r)` of any sign, which multiply each row's sigma; by default 1.
 - `J`: skew-symmetric, `(n, n)` or `(N, n, n)`; by default `[[0, -I], [I, 0]]`.
 - `activation`: a name such as "tanh" (the default), or an `hdnn.activations.Activation`.
 - `trajectory`: return all states `y_0 .. y_N` as `(N+1, *batch, n)`, in forward order.
-- `inverse`: take `y_N` back to `y_0`; not for `h1`, `ms2` and `mlp`.
-- `engine`, `backprop`: how an explicit stack runs; by default what `hdnn.engine.use` says.
-- `tol`, `max_iter`: of an implicit layer; see `hdnn.implicit.solve`.
+- `inverse`: compute `y_0` from `y_N`; not for `h1`, `ms2` and `mlp`.
+- `engine`, `backprop`: how an explicit stack runs; by default the settings of `hdnn.engine.use`.
+- `tol`, `max_iter`: the options of an implicit layer's solver; see `hdnn.implicit.solve`.
 
-They return `y_N` as `(*batch, n)`. Arguments that do not fit raise a `ShapeError`, a `DtypeError`
-or an `OptionError`; implicit ones raise a `ConvergenceError` if a layer has no solution. Values are
-not checked. `hdnn.schemes` defines what is computed.
+The functions return `y_N` as `(*batch, n)`. Arguments that do not fit raise a `ShapeError`, a
+`DtypeError` or an `OptionError`; the implicit functions raise a `ConvergenceError` if a layer has
+no solution. Values are not checked. `hdnn.schemes` defines the computation.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def verlet(
     a_q: Tensor | None = None,
     **how: Unpack[How],
 ) -> Tensor:
-    """Stoermer-Verlet: half a step of p, one of q, half a step of p. Order 2, symplectic."""
+    """Stoermer-Verlet: half a step of p, a step of q, half a step of p. Order 2, symplectic."""
     forces = coupled(K_p, K_q, b_p, b_q, X, a_p, a_q)
     return run(schemes.VERLET, y, forces, h, **how)
 
@@ -252,7 +252,7 @@ def split(
 ) -> Tensor:
     """Any sequence of p- and q-updates as one layer, each by a fraction of the step.
 
-    `shears` lists pairs of the half that moves, "p" or "q", and its fraction c:
+    `shears` lists pairs: the half that moves, "p" or "q", and its fraction c:
 
         p <- p - c h X^T K_q^T sigma(K_q q + b_q)
         q <- q + c h X K_p^T sigma(K_p p + b_p)
@@ -343,7 +343,8 @@ def midpoint(
 ) -> Tensor:
     """The implicit midpoint rule: `y_{j+1} = y_j + h J K^T sigma(K (y_j + y_{j+1})/2 + b)`.
 
-    Order 2, and Poisson (`Phi^T J Phi = J`) for any skew-symmetric J, of odd n or singular too.
+    Order 2, and Poisson (`Phi^T J Phi = J`) for any skew-symmetric J, including one of odd n or a
+    singular one.
     """
     return _solved(schemes.Midpoint, y, turned(K, b, J), h, **how)
 
@@ -389,7 +390,7 @@ def coupled(
 ) -> tuple[Force, ...]:
     """The forces `X K_p^T sigma(K_p p + b_p)` on q and `X^T K_q^T sigma(K_q q + b_q)` on p.
 
-    Gains multiply sigma.
+    Gains `a_p` and `a_q` multiply sigma.
     """
     on_q = Force(K_p, b_p)
     on_p = Force(K_q, b_q)
@@ -406,9 +407,9 @@ def _scaled(force: Force, a: Tensor | None) -> Force:
         return force
     if a.shape != force.b.shape:
         raise ShapeError(
-            f"gains have shape {tuple(a.shape)}, but must be {tuple(force.b.shape)}, as b."
+            f"gains have shape {tuple(a.shape)}, but must be {tuple(force.b.shape)}, the same as b."
         )
-    return force._replace(V=a.unsqueeze(-1) * force.output())
+    return force._replace(V=a if force.V is None else a.unsqueeze(-1) * force.V)
 
 
 def turned(K: Tensor, b: Tensor, J: Tensor | None = None) -> tuple[Force, ...]:
@@ -447,7 +448,7 @@ def blocks(A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
 
 
 def _product(A: Tensor, B: Tensor) -> Tensor:
-    """A B, in full precision under autocast too."""
+    """A B, in full precision also under autocast."""
     if A.is_meta:  # which has no autocast
         return A @ B
     with torch.autocast(A.device.type, enabled=False):
@@ -459,11 +460,11 @@ def _check_square(name: str, matrix: Tensor, K: Tensor) -> None:
     if matrix.shape not in ((size, size), (N, size, size)):
         raise ShapeError(
             f"{name} has shape {tuple(matrix.shape)}, but must be ({size}, {size}), or ({N}, "
-            f"{size}, {size}) for one per layer."
+            f"{size}, {size}) for one matrix per layer."
         )
 
 
-# What all of them share
+# Shared by all functions
 
 
 def _solved(
@@ -498,13 +499,13 @@ def run(
     Args:
         scheme: how a layer steps.
         y: states `(*batch, n)`.
-        forces: of all layers; `forces[i]` reads half i.
+        forces: the forces of all layers; `forces[i]` reads half i.
         h: the step.
         activation: sigma.
         trajectory: return all states.
-        inverse: take the last state back to the first.
-        engine: what runs the layers.
-        backprop: what the backward pass starts from.
+        inverse: compute the first state from the last.
+        engine: the engine that runs the layers.
+        backprop: which saved states the backward pass starts from.
     """
     sigma = activations.get(activation)
     _check(scheme, y, forces)
@@ -550,16 +551,16 @@ def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
     cast = y.is_meta or torch.is_autocast_enabled(y.device.type)
     if K.device != y.device:
         raise ShapeError(
-            f"y is on {y.device}, but the weights are on {K.device}; use .to(device) on one."
+            f"y is on {y.device}, but the weights are on {K.device}; use .to() to make them match."
         )
     if K.dtype != y.dtype and not cast:
         raise DtypeError(
-            f"y is {y.dtype}, but the weights are {K.dtype}; use .to(dtype) on one of them."
+            f"y is {y.dtype}, but the weights are {K.dtype}; use .to() to make them match."
         )
 
 
 def _step(h: Step, y: Tensor, N: int) -> float | Tensor:
-    """The step as one number, or as a tensor of one per layer."""
+    """The step as one number, or as a tensor with one number per layer."""
     if isinstance(h, (list, tuple)):
         h = torch.tensor(
             [positive_float("h", step) for step in h],

@@ -1,8 +1,8 @@
-"""The definition: each scheme takes a state through a stack of layers, in plain PyTorch.
+"""The definition: each scheme runs a state through a stack of layers, in plain PyTorch.
 
 A scheme is a sequence of moves. A move reads one half of the state and adds a signed fraction of
 the step h times a force to the other half; a scheme without halves reads and moves the whole state.
-The same moves give the layers, their inverse and their Jacobians. `hdnn.engine` runs them faster
+The same moves define the layers, their inverses and their Jacobians. `hdnn.engine` runs them faster
 and is tested against `run`.
 
 States are `(*batch, n)` with `y = (p, q)`, p first; weights are stacked over layers, `(N, ...)`.
@@ -41,12 +41,14 @@ State = tuple[Tensor, ...]  # (p, q), or (y,) for a scheme without halves
 class Force(NamedTuple):
     """`V^T sigma(K x + b)`: the gradient of a layer's energy, turned by X or J.
 
-    For one layer, or stacked over layers. For rows x this is `sigma(x K^T + b) V`.
+    The weights belong to one layer, or are stacked over layers. For rows x the force is
+    `sigma(x K^T + b) V`.
 
     Args:
         K: weights `(N, r, s)`.
         b: biases `(N, r)`.
-        V: output weights `(N, r, t)`; None means K.
+        V: output weights `(N, r, t)`; None means K, and gains `(N, r)` mean K with each row
+            multiplied by its gain.
     """
 
     K: Tensor
@@ -57,17 +59,21 @@ class Force(NamedTuple):
         """The force of one layer at states x, `(*batch, t)`."""
         return sigma(linear(x, self.K, self.b)) @ self.output()
 
-    # Methods by name: PyTorch 2.7 can compile no others of a named tuple.
+    # Methods by name: PyTorch 2.7 can compile no other methods of a named tuple.
     def output(self) -> Tensor:
-        """V, or K where V is None."""
-        return self.K if self.V is None else self.V
+        """V as a matrix."""
+        if self.V is None:
+            return self.K
+        if self.V.ndim < self.K.ndim:
+            return self.V.unsqueeze(-1) * self.K
+        return self.V
 
     def layers(self) -> Iterator[Force]:
-        """The force of each layer alone."""
+        """The force of each layer, one by one."""
         # unbind, not indexing: the gradient of N selections of a stack costs N^2.
         K = self.K.unbind(0)
         b = self.b.unbind(0)
-        V = K if self.V is None else self.V.unbind(0)
+        V = K if self.V is None else self.output().unbind(0)
         return map(Force, K, b, V)
 
 
@@ -79,10 +85,10 @@ class Scheme:
 
     Args:
         name: the name in networks and files.
-        order: the power of h in its error.
+        order: the power of h in the error.
         moves: pairs of the half to read (0 is p, 1 is q) and a signed fraction of h.
         halves: False if a single force moves the whole state.
-        symplectic: True if each layer is, with one J for all.
+        symplectic: True if each layer is symplectic, with one J for all layers.
         implicit: True if a layer solves an equation.
     """
 
@@ -100,7 +106,7 @@ class Scheme:
 
     @property
     def paired(self) -> bool:
-        """True if p and q play different parts, so that J must be `[[0, -X^T], [X, 0]]`."""
+        """True if p and q play different roles, so that J must be `[[0, -X^T], [X, 0]]`."""
         return self.halves
 
     def split(self, y: Tensor) -> State:
@@ -114,7 +120,7 @@ class Scheme:
     def ordered(
         self, inverse: bool = False
     ) -> Iterator[tuple[int, int, float]]:
-        """The moves as (half read, half moved, fraction); backwards for the inverse."""
+        """The moves as (half read, half moved, fraction); in reverse order for the inverse."""
         sign = -1.0 if inverse else 1.0
         for half, fraction in reversed(self.moves) if inverse else self.moves:
             yield half, (1 - half if self.halves else half), sign * fraction
@@ -132,7 +138,7 @@ class Scheme:
 
         Args:
             x: the result of `split`.
-            forces: of this layer; `forces[i]` reads half i.
+            forces: the forces of this layer; `forces[i]` reads half i.
             h: the step of this layer.
             sigma: the activation.
             inverse: undo the layer.
@@ -155,10 +161,10 @@ class Perceptron(Scheme):
 
 @dataclass(frozen=True)
 class Implicit(Scheme):
-    """A scheme whose layers solve `x = c + B sigma(A x + a)`; its one force has a V.
+    """A scheme whose layers solve `x = c + B sigma(A x + a)`; its single force has a V.
 
     Args:
-        tol: the largest error of an equation; by default near rounding.
+        tol: the largest accepted error of an equation; by default near rounding.
         max_iter: the largest number of Newton iterations for a layer.
     """
 
@@ -272,7 +278,7 @@ MS3 = Scheme("ms3", 1, ((1, 1.0), (0, -1.0)))
 
 PERCEPTRON = Perceptron("perceptron", 0, halves=False, symplectic=False)
 
-# What a Hamiltonian network can step by, by name
+# The integrators of Hamiltonian networks, by name
 INTEGRATORS: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
@@ -288,7 +294,7 @@ INTEGRATORS: dict[str, Scheme] = {
 
 
 def steps(h: float | Tensor, N: int) -> Sequence[float | Tensor]:
-    """The step of each layer, from one for all or a tensor `(N,)`."""
+    """The step of each layer, from a single step or a tensor `(N,)`."""
     return h.expand(N).unbind(0) if isinstance(h, Tensor) else [h] * N
 
 
@@ -302,19 +308,19 @@ def run(
     trajectory: bool = False,
     inverse: bool = False,
 ) -> Tensor:
-    """N layers, one after the other: the definition of every network here.
+    """Run N layers one after the other: the definition of every network here.
 
     Args:
         scheme: how a layer steps.
         y: states `(*batch, n)`.
-        forces: stacked over layers; `forces[i]` reads half i.
+        forces: the forces, stacked over layers; `forces[i]` reads half i.
         h: the step, one for all layers or `(N,)`.
         sigma: the activation.
         trajectory: return all states, in forward order.
-        inverse: take the last state back to the first.
+        inverse: compute the first state from the last.
 
     Returns:
-        The last state `(*batch, n)` (the first with `inverse`), or all of them `(N+1, *batch, n)`.
+        The last state `(*batch, n)` (the first with `inverse`), or all states `(N+1, *batch, n)`.
 
     Examples:
         >>> import torch
@@ -348,12 +354,12 @@ def jacobians(
 ) -> Tensor:
     """The derivatives `dy_{j+1}/dy_j` of all layers.
 
-    In denominator layout: the transpose of what `torch.autograd.functional.jacobian` gives.
+    The layout is denominator layout: the transpose of `torch.autograd.functional.jacobian`.
 
     Args:
         scheme: how a layer steps.
-        states: before and after each layer, `(N+1, B, n)`.
-        forces: stacked over layers.
+        states: the states before and after each layer, `(N+1, B, n)`.
+        forces: the forces, stacked over layers.
         h: the step, one for all layers or `(N,)`.
         sigma: the activation.
 

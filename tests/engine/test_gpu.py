@@ -22,6 +22,9 @@ CASES = [  # kernel, scheme, (n, r, batch, layers), options
     ("gpu", "SEMI_IMPLICIT_EULER", (6, 4, 100, 3), {}),
     ("gpu", "VERLET", (6, 4, 70, 2), {"V": "learned", "inverse": True}),
     ("gpu", "VERLET", (6, 4, 70, 2), {"V": "fixed"}),
+    ("gpu", "VERLET", (6, 4, 70, 2), {"V": "gains"}),
+    ("gpu", "SEMI_IMPLICIT_EULER", (130, 70, 40, 2), {"V": "gains"}),
+    ("gpu", "YOSHIDA4", (40, 31, 40, 2), {"V": "gains", "precision": "bf16"}),
     ("gpu", "YOSHIDA4", (34, 20, 20, 2), {"activation": "gelu"}),
     ("gpu", "MS1", (8, 4, 9, 1), {"V": "fixed", "activation": "sin"}),
     (
@@ -49,6 +52,7 @@ CASES = [  # kernel, scheme, (n, r, batch, layers), options
         {"V": "fixed", "activation": "relu"},
     ),
     ("wide", "SEMI_IMPLICIT_EULER", (64, 31, 140, 2), {"precision": "bf16"}),
+    ("wide", "VERLET", (6, 4, 70, 2), {"V": "gains", "inverse": True}),
     ("wide", "VERLET", (64, 31, 140, 2), {"precision": "tf32", "V": "learned"}),
 ]
 
@@ -155,21 +159,23 @@ def compiled(kernel, constants: dict, pairs: int) -> str:
     }
     source = ASTSource(kernel, signature, known)
     target = GPUTarget("cuda", 90, 32)
-    return compile(source, target, {"num_warps": 4}).asm["ptx"]
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return compile(source, target, options).asm["ptx"]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize(
     "name", ["SEMI_IMPLICIT_EULER", "FORWARD_EULER", "VERLET"]
 )
-def test_the_kernels_compile_for_a_gpu_that_is_not_here(name):
+@pytest.mark.parametrize("V", ["learned", "gains"])
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(name, V):
     from hdnn import activations, schemes
     from hdnn.engine import gpu
     from hdnn.engine.memory import Stack
 
     scheme = getattr(schemes, name)
     pairs = 1 + scheme.halves
-    outputs = ("learned",) * pairs
+    outputs = (V,) * pairs
     sizes = (False, 4, 100, 32, (20,) * pairs, outputs)
     device = torch.device("cpu")
     sigma = activations.get("tanh")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hdnn import activations, engine, functional, schemes
@@ -41,7 +43,8 @@ def random_stack(
     m = n // 2 if scheme.halves else n
     forces = []
     for rows in (r, r + 1) if scheme.halves else (r,):
-        output = None if V == "same" else draw(N, rows, m)
+        sizes = (N, rows) if V == "gains" else (N, rows, m)
+        output = None if V == "same" else draw(*sizes)
         forces.append(Force(draw(N, rows, m), draw(N, rows), output))
     h = 0.1 + draw(N).abs()
     y = 3 * draw(batch, n)
@@ -69,7 +72,7 @@ def assert_same(ours, wanted, tolerance):
         )
 
 
-@pytest.mark.parametrize("V", ["same", "learned", "fixed"])
+@pytest.mark.parametrize("V", ["same", "gains", "learned", "fixed"])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("scheme", ALL, ids=lambda scheme: scheme.name)
 def test_every_engine_and_backprop_agrees_with_the_definition(
@@ -86,6 +89,25 @@ def test_every_engine_and_backprop_agrees_with_the_definition(
             how = {"inverse": inverse, "engine": name, "backprop": backprop}
             ours = values_and_gradients(engine.run, scheme, *stack, **how)
             assert_same(ours, wanted, 1e-12)
+
+
+@given(
+    scheme=st.sampled_from(SPLIT),
+    sizes=st.tuples(*map(st.integers, (1, 1, 1, 1), (9, 9, 300, 30))),
+    dtype=st.sampled_from([torch.float32, F64]),
+    inverse=st.booleans(),
+    backprop=st.sampled_from(["auto", "checkpoint", "reversible"]),
+)
+def test_kernels_with_gains_agree_with_the_definition(
+    scheme, sizes, dtype, inverse, backprop
+):
+    m, r, batch, N = sizes
+    stack = random_stack(scheme, 2 * m, r, batch, N, V="gains")
+    wanted = values_and_gradients(schemes.run, scheme, *stack, inverse=inverse)
+    stack = random_stack(scheme, 2 * m, r, batch, N, V="gains", dtype=dtype)
+    how = {"inverse": inverse, "backprop": backprop, "engine": "fused"}
+    ours = values_and_gradients(engine.run, scheme, *stack, **how)
+    assert_same(ours, wanted, 1e-12 if dtype == F64 else 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -220,7 +242,7 @@ def test_weights_that_change_between_the_passes_are_refused():
 
 
 @pytest.mark.parametrize("backprop", [None, "checkpoint", "reversible"])
-@pytest.mark.parametrize("V", ["same", "learned", "fixed"])
+@pytest.mark.parametrize("V", ["same", "gains", "learned", "fixed"])
 def test_a_compiled_stack_is_one_operator_with_the_same_gradients(V, backprop):
     torch._dynamo.reset()
     scheme = schemes.SEMI_IMPLICIT_EULER

@@ -24,7 +24,7 @@ def test_an_encoder_inside_of_a_model_is_converted():
     new = hdnn.to_reversible(Own(), backprop="reversible")
     new(torch.randint(0, 7, (TOKENS, 2))).sum().backward()
     assert new.embed.weight.grad is not None
-    with pytest.raises(OptionError, match="leapfrog network already"):
+    with pytest.raises(OptionError, match="already a leapfrog network"):
         hdnn.to_reversible(new)
 
 

@@ -385,7 +385,7 @@ def test_one_seed_is_one_unit_in_every_dtype(network):
         ({"step": 0.1, "T": 1.0}, "not both"),
         ({"step": [0.1]}, "1 entries for 2 layers"),
         ({"step": -1.0}, "step must be .*> 0"),
-        ({"drop": 1.0}, "drop must be a number from 0"),
+        ({"drop": 1.0}, "drop must be at least 0"),
         ({"network": "h1", "backprop": "reversible"}, "no explicit inverse"),
     ],
 )

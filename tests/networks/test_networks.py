@@ -78,9 +78,9 @@ def test_shapes_that_do_not_fit_are_refused(wrong, words):
         (lambda: hdnn.H2(4, 3, X=torch.full((2, 2), torch.nan)), "NaN"),
         (
             lambda: hdnn.H2(4, 3, J=torch.zeros(4, 4)),
-            "takes X and learn_X only",
+            "accepts only X and learn_X",
         ),
-        (lambda: hdnn.H1(4, 3, learn_X=True), "takes J and learn_J only"),
+        (lambda: hdnn.H1(4, 3, learn_X=True), "accepts only J and learn_J"),
         (lambda: hdnn.H2(4, 3, tol=1e-3), "explicit"),
         (lambda: hdnn.ImplicitH2(4, 3, engine="fused"), "layer by layer"),
         (
@@ -607,6 +607,59 @@ def test_bounds_and_the_ode_know_the_gains():
     assert all(
         bound.holds is not False for bound in hdnn.analysis.bounds(net, y)
     )
+
+
+@given(
+    integrator=st.sampled_from(GAINED),
+    layers=st.integers(1, 8),
+    rows=st.integers(1, 5),
+    step=st.floats(1e-3, 0.5),
+    activation=st.sampled_from(hdnn.activations.names()),
+)
+def test_no_bound_is_violated_with_gains(
+    integrator, layers, rows, step, activation
+):
+    net = with_gains(integrator, layers, rows, step=step, activation=activation)
+    for bound in hdnn.analysis.bounds(net, states(3)):
+        assert bound.holds is not False, str(bound)
+
+
+def test_gains_of_two_signs_grow_as_fast_as_their_bound():
+    # p' = q and q' = p: a saddle, which no convex energy has
+    net = hdnn.H2(2, 1, gains=True, activation="identity", dtype=torch.float64)
+    for name, value in {"K_p": 1, "K_q": 1, "a_p": 1, "a_q": -1}.items():
+        net.assign(name, torch.full_like(net.weight(name), value))
+    ode = hdnn.analysis.ContinuousNetwork(net)
+    growth = hdnn.analysis.norms(ode.sensitivity(states(1, n=2))).max()
+    bound = hdnn.analysis.bsm_bound_continuous(net)
+    torch.testing.assert_close(growth, bound, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("integrator", GAINED)
+def test_views_copies_and_transforms_keep_the_gains(integrator):
+    net = with_gains(integrator, 3, 2, step=0.1, X=torch.randn(2, 2))
+    y = states(3)
+    all_states = net.trajectory(y)
+    x = y
+    for j, layer in enumerate(net):
+        x = layer(x)
+        torch.testing.assert_close(x, all_states[j + 1])
+    torch.testing.assert_close(net.inverse(x), y)
+    torch.testing.assert_close(torch.func.vmap(net)(y), net(y))
+    Phi = hdnn.analysis.backward_sensitivity(net, y)
+    torch.testing.assert_close(Phi[0][0], torch.func.jacrev(net)(y[0]).mT)
+    other = with_gains(integrator, 3, 2, step=0.1, X=net.X)
+    other.reset_parameters()
+    assert not torch.equal(other.a_p, net.a_p)
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(copy.deepcopy(other)(y), net(y))
+    parameters = dict(net.named_parameters())
+
+    def run(*values):
+        named = dict(zip(parameters, values, strict=True))
+        return torch.func.functional_call(net, named, (y,))
+
+    assert torch.autograd.gradgradcheck(run, tuple(parameters.values()))
 
 
 def test_rows_and_gains_survive_a_file_and_a_refinement(tmp_path):

@@ -1,8 +1,8 @@
-"""The start of a backward pass: stored states, checkpoints, or only the last state.
+"""The saved states of a backward pass: all states, checkpoints, or only the last state.
 
 A kernel runs a stack: `forward(y, tensors, save)` gives y_N and, with `save`, what
 `backward(y, saved, g, tensors)` needs besides y_0. A kernel by itself is "stored"; the other
-methods are kernels that are made of kernels for fewer layers. What is saved is never y_N itself,
+methods are kernels built from kernels for fewer layers. The saved tensors never include y_N itself,
 so changing y_N in place changes no gradient.
 """
 
@@ -22,10 +22,10 @@ from hdnn.errors import OptionError, ReversalWarning
 
 WORTHLESS = 0.1  # relative error of a rebuilt state
 UNDONE = 16  # layers that are undone at a time
-ZERO = 128  # roundings of a sample, within which an entry may still be 0
+ZERO = 128  # number of roundings within which an entry may still be 0
 ADVICE = (
-    'use backprop="auto" or "checkpoint", which give the gradients of stored states, or smaller '
-    "steps or weights"
+    'use backprop="auto" or "checkpoint", which give the gradients of stored states, '
+    "or use smaller steps or weights"
 )
 
 
@@ -57,7 +57,7 @@ class Definition:
 
 
 class Segments:
-    """A stack in segments of some layers, each by a kernel of its own."""
+    """A stack in segments of several layers, each with its own kernel."""
 
     def __init__(self, stack: Stack, make: Callable[[Stack], Any]) -> None:
         self.stack = stack
@@ -65,7 +65,7 @@ class Segments:
         self.kernels: dict[tuple[int, bool], Any] = {}
 
     def kernel(self, layers: int, undo: bool = False) -> Any:
-        """The kernel for so many layers of the stack, or for undoing them."""
+        """The kernel for so many layers of the stack, or for undoing these layers."""
         key = (layers, undo)
         if key not in self.kernels:
             inverse = self.stack.inverse != undo
@@ -83,7 +83,7 @@ class Segments:
 
     @staticmethod
     def bounds(N: int) -> list[tuple[int, int]]:
-        """Where segments begin and end, counted as layers run."""
+        """The bounds of segments, in the order in which layers run."""
         raise NotImplementedError
 
     def again(
@@ -94,7 +94,7 @@ class Segments:
         span: slice,
         grads: list[Any],
     ) -> tuple[Tensor, Tensor]:
-        """Run a segment from its first state y, and back: its last state, the gradient of y.
+        """Run a segment forwards and back from its first state y; the last state and y's gradient.
 
         The gradients of its weights go into `grads`.
         """
@@ -111,7 +111,7 @@ class Segments:
 
 
 class Checkpoint(Segments):
-    """The state is saved once every sqrt(N) layers; those between run a second time."""
+    """Save the state once every sqrt(N) layers; the layers in between run a second time."""
 
     @staticmethod
     def bounds(N: int) -> list[tuple[int, int]]:
@@ -141,9 +141,9 @@ class Checkpoint(Segments):
 
 
 class Reversal(Segments):
-    """Only y_N is saved; the layers are undone, a few at a time, down to y_1.
+    """Save only y_N; undo the layers, a few at a time, down to y_1.
 
-    That is compared with the true y_1. The first layer reads y_0 itself.
+    The result is compared with the true y_1. The first layer reads y_0 itself.
     """
 
     @staticmethod
@@ -168,14 +168,14 @@ class Reversal(Segments):
             state = _zeros_restored(state, y)
             _, g = self.again(state, g, tensors, span, grads)
         y_1, g = self.again(y, g, tensors, first, grads)
-        # From a last state that is not finite nothing can be rebuilt.
+        # If the last state is not finite, nothing can be rebuilt.
         finite = saved.isfinite().all()
         error = torch.where(finite, drift(state, y_1), torch.nan)
         return check_drift(error, [g, *grads])
 
 
 def _zeros_restored(state: Tensor, y: Tensor) -> Tensor:
-    """A rebuilt state that is 0 again where y_0 is and rounding explains the difference.
+    """A rebuilt state, set to 0 where y_0 is 0 and rounding explains the difference.
 
     An entry that has not moved yet is exactly 0. Rounding must not take it across the kink that
     ReLU has there.
@@ -208,8 +208,8 @@ def cut(tensors: Tensors, span: slice) -> Tensors:
 def drift(rebuilt: Tensor, original: Tensor) -> Tensor:
     """The relative error of a rebuilt state for its worst sample, along the first axis.
 
-    Each sample is measured by its own largest entry. It is infinite if the rebuilt state is not
-    finite.
+    Each sample is measured by its own largest entry. The error is infinite if the rebuilt state is
+    not finite.
     """
     if original.numel() == 0:
         return original.new_zeros(())
@@ -220,9 +220,10 @@ def drift(rebuilt: Tensor, original: Tensor) -> Tensor:
 
 
 def check_drift(drift: Tensor, grads: list[Any]) -> list[Any]:
-    """The gradients; warns if the drift is noticeable, raises if they would be worthless.
+    """The gradients; warn if the drift is noticeable, raise if the gradients would be worthless.
 
-    They become NaN instead in a CUDA graph, where no value can be read, and if y_N is not finite.
+    In a CUDA graph, where no value can be read, and if y_N is not finite, the gradients become NaN
+    instead.
     """
     capturing = drift.is_cuda and torch.cuda.is_current_stream_capturing()
     size = math.nan if capturing else float(drift)  # a value is read once

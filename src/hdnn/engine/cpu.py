@@ -1,8 +1,8 @@
 """The kernel of the CPU: all layers on one tile of samples, then the next tile.
 
-The state of a tile is kept feature by feature, so that every inner loop runs over samples with a
-weight as a scalar: numba (extra `fast`) makes vector instructions of them, and nothing leaves the
-cache. The threads divide the tiles among them.
+The state of a tile is stored feature by feature, so that every inner loop runs over samples with a
+weight as a scalar: numba (extra `fast`) turns these loops into vector instructions, and nothing
+leaves the cache. The threads divide the tiles among them.
 """
 
 # Numba compiles these functions, whose types pyright cannot see.
@@ -18,7 +18,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,14 @@ from torch import Tensor
 from hdnn.engine.memory import Stack, Tensors, machine_bytes
 
 DTYPES = {torch.float32: numba.float32, torch.float64: numba.float64}
-# Samples in a tile: the longer, the rarer are the checks before a loop
+# Samples in a tile: the more samples, the rarer the checks before a loop
 LONGEST = 256
 LANES = 16  # a tile is a multiple of this
-PARALLEL_FROM = 20_000_000  # products: below this, waking a thread costs more than it brings
+PARALLEL_FROM = (
+    20_000_000  # products: below this number, waking a thread does not pay off
+)
 
-# Sums in any order, and fused products: what lets a loop over samples become vector instructions.
+# Sums in any order, and fused products: both are needed for vector instructions in a loop.
 inner = numba.njit(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
 
 
@@ -70,7 +72,7 @@ def pointer_to(context, address, like):
 
 @intrinsic
 def claim(context, address):
-    """The integer at an address, which then grows by 1, as one step for all threads."""
+    """The integer at an address, which is then increased by 1, atomically for all threads."""
 
     def generate(context, builder, signature, args):
         place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -89,7 +91,7 @@ def matrix(address, rows, columns, like):  # pragma: kernel
 
 @inner
 def vector(address, like):  # pragma: kernel
-    """The numbers from an address on; how many is not checked."""
+    """The numbers from an address on; their count is not checked."""
     return numba.carray(pointer_to(address, like), (1,))
 
 
@@ -130,7 +132,7 @@ def _(x):
 
 
 SIGMOID = "half + half * tanh(half * x)"
-SIGMAS = {  # sigma(x), and its slope where z = sigma(x)
+SIGMAS = {  # sigma(x), and its slope, with z = sigma(x)
     "tanh": ("tanh(x)", "one - z * z"),
     "relu": ("max(x, zero)", "one if x > zero else zero"),
     "sigmoid": (SIGMOID, "z * (one - z)"),
@@ -153,14 +155,14 @@ CONSTANTS["limit"] = 50.0
 
 
 def python(name: str, lines: list[str]) -> Any:
-    """The function of that name, written out in lines of Python, for numba."""
+    """The function of that name, compiled from lines of Python, for numba."""
     scope: dict[str, Any] = vars(math) | {"tanh": fast_tanh}
     exec("\n".join(lines), scope)
     return inner(scope[name])
 
 
 def pointwise(name: str, arrays: str, which: int) -> Any:
-    """A function that fills the last array with sigma (0) or its slope (1), by number of sigma."""
+    """A function that fills the last array with sigma (0) or its slope (1), by its number."""
     lines = [f"def {name}(code, {arrays}, rows, T):"]
     lines += [
         f" {constant} = A.dtype.type({value!r})"
@@ -187,7 +189,7 @@ slope = pointwise("slope", "A, Z, D", 1)
 def unrolled(
     name: str, arguments: str, block: Callable[[int, int], Iterator[str]]
 ) -> Any:
-    """A function that runs a block over all rows, by twos, and all columns, by fours."""
+    """A function that runs a block over all rows, two by two, and all columns, four by four."""
     lines = [f"def {name}({arguments}, rows, columns, T):", " i = 0"]
     for R in (2, 1):
         lines += [f" while rows - i >= {R}:", "  k = 0"]
@@ -199,12 +201,12 @@ def unrolled(
     return python(name, lines)
 
 
-def product_block(R: int, C: int) -> Iterator[str]:
-    """z += c W x; the entries of W lie `down` and `across` from each other."""
+def product_block(factor: str, R: int, C: int) -> Iterator[str]:
+    """z += W x; the entries of W lie `down` and `across` from each other, and have a factor."""
     for a in range(R):
         for b in range(C):
             entry = f"start + (i + {a}) * down + (k + {b}) * across"
-            yield f"w{a}{b} = c * W[{entry}]"
+            yield f"w{a}{b} = {factor.format(b)}W[{entry}]"
     yield "for t in range(T):"
     for b in range(C):
         yield f" x{b} = x[k + {b}, t]"
@@ -230,7 +232,13 @@ def outer_block(R: int, C: int) -> Iterator[str]:
 
 
 add_product = unrolled(
-    "add_product", "W, start, down, across, c, x, z", product_block
+    "add_product", "W, start, down, across, x, z", partial(product_block, "")
+)
+# With a factor for each column
+add_weighted = unrolled(
+    "add_weighted",
+    "W, start, down, across, c, a, x, z",
+    partial(product_block, "c * a[k + {}] * "),
 )
 add_outer = unrolled("add_outer", "G, start, u, x", outer_block)
 
@@ -259,7 +267,7 @@ def scatter(x, y, first, count, n):  # pragma: kernel
 
 @inner
 def fill(z, b, start, rows, T):  # pragma: kernel
-    """z = b in all samples."""
+    """Set z = b in all samples."""
     for i in range(rows):
         for t in range(T):
             z[i, t] = b[start + i]
@@ -291,15 +299,20 @@ def add_sums(G, start, u, rows, T):  # pragma: kernel
 
 
 @inner
-def weigh(z, d, w, c, rows, T):  # pragma: kernel
-    """d = c sigma' w and w = c z; the sum of z w before that, which is the gradient of c."""
+def weigh(z, d, w, c, a, G, da, start, rows, T):  # pragma: kernel
+    """Set d = c a sigma' w and w = c a z; add the gradient of a to G, and return that of c."""
     along = z.dtype.type(0)
     for i in range(rows):
+        ca = c * a[i]
+        total = z.dtype.type(0)
         for t in range(T):
             x = w[i, t]
-            along += z[i, t] * x
-            d[i, t] *= c * x
-            w[i, t] = c * z[i, t]
+            total += z[i, t] * x
+            d[i, t] *= ca * x
+            w[i, t] = ca * z[i, t]
+        along += a[i] * total
+        if da >= 0:
+            G[da + start + i] += c * total
     return along
 
 
@@ -308,28 +321,30 @@ def weigh(z, d, w, c, rows, T):  # pragma: kernel
 
 @inner
 def step_of(a, s, like):  # pragma: kernel
-    """The half that a step reads, its layer, its fraction of h, and K, b and V."""
+    """The half that a step reads, its layer, rows and fraction of h; K, b, V, gains; is V K?"""
     M = a[8]
     order = matrix(a[16], M, 2, a[0])
     half = order[s, 0]
     j = order[s, 1]
     fraction = matrix(a[16] + 16 * M, 1, M, like)[0, s]
-    place = WEIGHTS + 3 * half
+    r = a[ROWS + half]
+    place = WEIGHTS + 4 * half
     K = vector(a[place], like)
     b = vector(a[place + 1], like)
-    V = vector(a[place + 2], like)
-    return half, j, fraction, K, b, V
+    same = a[place + 2] == 0
+    V = K if same else vector(a[place + 2], like)
+    gains = vector(a[place + 3] + j * r * a[10], like)
+    return half, j, r, fraction, K, b, V, gains, same
 
 
 def forward_kernel(args):  # pragma: kernel
-    """All layers on each tile of the groups that this thread gets hold of."""
+    """Run all layers on each tile of the groups that this thread claims."""
     like = numba.carray(args, (1,))[0]
     base = address_of(args)
     a = numba.carray(pointer_to(base, base), (COUNT,))
     groups, tiles, T, B, n, m, R, M, code, size = to_fixed_tuple(a[1:11], 10)
     scratch, room, y, out, saved = to_fixed_tuple(a[11:16], 5)
     h = vector(a[17], like)
-    one = h.dtype.type(1)
     group = claim(base)
     while group < groups:
         x_at = scratch + group * room
@@ -342,8 +357,7 @@ def forward_kernel(args):  # pragma: kernel
             count = min(T, B - first)
             gather(matrix(y, B, n, like), first, count, x, n, T)
             for s in range(M):
-                half, j, fraction, K, b, V = step_of(a, s, like)
-                r = a[ROWS + half]
+                half, j, r, fraction, K, b, V, gains, _ = step_of(a, s, like)
                 c = fraction * h[j]
                 source = matrix(x_at + half * m * T * size, m, T, like)
                 target = matrix(
@@ -351,7 +365,7 @@ def forward_kernel(args):  # pragma: kernel
                 )
                 p_at = free
                 z_at = free + R * T * size
-                # What the step reads, and z, or p where the slope needs it
+                # What the step reads, and z, or p if the slope needs it
                 if saved:
                     place = saved + (tile * M + s) * (m + R) * T * size
                     copy(source, matrix(place, m, T, like), m, T)
@@ -362,22 +376,21 @@ def forward_kernel(args):  # pragma: kernel
                 p = matrix(p_at, r, T, like)
                 z = matrix(z_at, r, T, like)
                 fill(p, b, j * r, r, T)
-                add_product(K, j * r * m, m, 1, one, source, p, r, m, T)
+                add_product(K, j * r * m, m, 1, source, p, r, m, T)
                 value(code, p, z, r, T)
-                add_product(V, j * r * m, 1, m, c, z, target, m, r, T)
+                add_weighted(V, j * r * m, 1, m, c, gains, z, target, m, r, T)
             scatter(x, matrix(out, B, n, like), first, count, n)
         group = claim(base)
 
 
 def backward_kernel(args):  # pragma: kernel
-    """The gradients, from what was saved; each group has its own sums of weight gradients."""
+    """The gradients, from the saved states; each group has its own sums of weight gradients."""
     like = numba.carray(args, (1,))[0]
     base = address_of(args)
     a = numba.carray(pointer_to(base, base), (COUNT,))
     groups, tiles, T, B, n, m, R, M, code, size = to_fixed_tuple(a[1:11], 10)
     scratch, room, g, out, saved = to_fixed_tuple(a[11:16], 5)
     h = vector(a[17], like)
-    one = h.dtype.type(1)
     group = claim(base)
     while group < groups:
         g_at = scratch + group * room
@@ -391,8 +404,8 @@ def backward_kernel(args):  # pragma: kernel
             count = min(T, B - first)
             gather(matrix(g, B, n, like), first, count, gx, n, T)
             for s in range(M - 1, -1, -1):
-                half, j, fraction, K, _, V = step_of(a, s, like)
-                r = a[ROWS + half]
+                step = step_of(a, s, like)
+                half, j, r, fraction, K, _, V, gains, same = step
                 c = fraction * h[j]
                 dK = a[PLACES + 3 * half] + j * r * m
                 db = a[PLACES + 3 * half + 1] + j * r
@@ -412,41 +425,40 @@ def backward_kernel(args):  # pragma: kernel
                 w = matrix(free + R * T * size, r, T, like)
                 slope(code, p, z, u, r, T)
                 clear(w, r, T)
-                add_product(V, j * r * m, m, 1, one, g_target, w, r, m, T)
-                along = weigh(z, u, w, c, r, T)
+                add_product(V, j * r * m, m, 1, g_target, w, r, m, T)
+                da = dV if same else NONE
+                along = weigh(z, u, w, c, gains, G, da, j * r, r, T)
                 if a[PLACES - 1] >= 0:
                     G[a[PLACES - 1] + j] += fraction * along
                 add_sums(G, db, u, r, T)
                 add_outer(G, dK, u, source, r, m, T)
-                if dV == SAME:
+                if same:
                     add_outer(G, dK, w, g_target, r, m, T)
                 elif dV >= 0:
                     add_outer(G, dV + j * r * m, w, g_target, r, m, T)
-                add_product(K, j * r * m, 1, m, one, u, g_source, m, r, T)
+                add_product(K, j * r * m, 1, m, u, g_source, m, r, T)
             scatter(gx, matrix(out, B, n, like), first, count, n)
         group = claim(base)
 
 
-COUNT = 35
-# Where they lie among the arguments
+COUNT = 37
+# Their positions among the arguments
 ROWS = 18
 WEIGHTS = 20
-SUMS = 26
-PLACES = 29
-# In the place of the gradient of V
-SAME = -2
-NONE = -1
+SUMS = 28
+PLACES = 31
+NONE = -1  # instead of a gradient that is not needed
 
 
 # Buffers that are used again
 
 
-LARGE = 2**20  # bytes; smaller blocks stay with the C library
+LARGE = 2**20  # bytes; smaller blocks are left to the C library
 _free: dict[int, list[Tensor]] = {}
 
 
 def buffer(count: int, dtype: torch.dtype) -> Tensor:
-    """A vector on the CPU with any values; large ones reuse memory that nobody holds any more.
+    """An uninitialised vector on the CPU; large vectors reuse memory that is no longer held.
 
     The system maps new memory page by page, which can take longer than the layers themselves.
     """
@@ -492,17 +504,14 @@ class Kernel:
         code = list(SIGMAS).index(stack.sigma.name)
         sizes = (self.length, stack.samples, stack.features, m, R, M, code)
         self.sizes = (*sizes, stack.dtype.itemsize)
-        places = [NONE if place is None else place[0] for place in stack.places]
-        for k, output in enumerate(stack.outputs):
-            if output == "same":
-                places[3 * k + 3] = SAME
-        self.places = places
+        self.places = [NONE if p is None else p[0] for p in stack.places]
+        self.ones = torch.ones(stack.layers * R, dtype=stack.dtype)
         self.saved_size = saved_size(stack)
 
     def forward(
         self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """y_N from y_0 (B, n) and, with `save`, what `backward` needs of the states."""
+        """y_N from y_0 (B, n) and, with `save`, the values that `backward` needs."""
         saved = buffer(self.saved_size, y.dtype) if save else None
         out = torch.empty_like(y)
         groups = self._groups(2)
@@ -512,7 +521,7 @@ class Kernel:
     def backward(
         self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
     ) -> list[Tensor | None]:
-        """The gradients of y_0 and of all tensors, from that of y_N."""
+        """The gradients of y_0 and of all tensors, given the gradient of y_N."""
         groups = self._groups(4)
         sums = torch.zeros(groups, self.stack.size, dtype=g.dtype)
         out = torch.empty_like(g)
@@ -546,8 +555,12 @@ class Kernel:
         args += [stack.rows[0], stack.rows[-1]]
         for k in range(1, len(tensors), 3):
             K, b, V = tensors[k : k + 3]
-            V = K if V is None else V
-            args += [K.data_ptr(), b.data_ptr(), V.data_ptr()]
+            gains = self.ones
+            if V is not None and V.ndim == 2:
+                gains = V
+                V = None
+            args += [K.data_ptr(), b.data_ptr()]
+            args += [0 if V is None else V.data_ptr(), gains.data_ptr()]
         args += [0] * (SUMS - len(args))
         args += where
         args += [0] * (COUNT - len(args))
@@ -569,14 +582,14 @@ def tiling(samples: int) -> tuple[int, int]:
 
 
 def saved_size(stack: Stack, precision: str = "ieee") -> int:
-    """Numbers that the forward pass saves: what each step reads, and sigma."""
+    """The count of numbers that the forward pass saves: the inputs of each step, and sigma."""
     tiles, length = tiling(stack.samples)
     return tiles * length * stack.steps * (stack.width + max(stack.rows))
 
 
 @cache
 def compiled(name: str, dtype: torch.dtype) -> Any:
-    """A kernel as a C function; compiled once, and kept on disk where that is possible."""
+    """A kernel as a C function; compiled once, and cached on disk if possible."""
     function = {"forward": forward_kernel, "backward": backward_kernel}[name]
     with _compiling:
         try:
@@ -593,7 +606,7 @@ def _compile(function: Any, dtype: torch.dtype, cache: bool) -> Any:
     signature = numba.void(numba.types.CPointer(DTYPES[dtype]))
     kernel = numba.cfunc(signature, cache=cache, error_model="numpy")(function)
     call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
-    call.owner = kernel  # C has its address alone
+    call.owner = kernel  # C has only its address
     return call
 
 
@@ -617,7 +630,7 @@ def run_together(kernel: Any, address: int, threads: int) -> None:
 
 @cache
 def openmp() -> Any:
-    """The function that starts PyTorch's own threads, which are awake already; None without."""
+    """The function that starts PyTorch's own threads, which are already awake; None without one."""
     folder = Path(torch.__file__).with_name("lib")
     try:
         parallel = ctypes.CDLL(str(folder / "libtorch_cpu.so")).GOMP_parallel

@@ -1,9 +1,9 @@
-"""The kernel of the GPU: a program takes a tile of samples through all layers.
+"""The kernel of the GPU: one program takes a tile of samples through all layers.
 
 The halves of the state stay in registers, and the weights are streamed. Widths are padded to powers
 of two. The backward kernel reads what the forward kernel has saved: the half that each step reads.
-Gradients of weights are added up by atomics or, for runs that repeat bit for bit, by a few programs
-with sums of their own. Triton (extra `gpu`) compiles the kernels.
+Gradients of weights are added up with atomics or, for runs that repeat bit for bit, by a few
+programs with their own sums. Triton (extra `gpu`) compiles the kernels.
 """
 
 # Kernels branch on what is known when they are compiled, which pyright cannot follow.
@@ -28,11 +28,14 @@ PARTIAL_BYTES = 64 * 2**20
 """Memory for the sums of programs in the deterministic mode."""
 
 FEW = 1024
-"""Entries of K; from so many on, weight gradients in tf32 are products of bf16 factors."""
+"""From so many entries of K on, weight gradients in tf32 are products of bf16 factors."""
 
 
 FEW_SAMPLES = 2048
-"""Up to so many, smaller tiles keep more of the GPU at work."""
+"""Up to so many, smaller tiles keep more of the GPU busy."""
+
+OUTPUTS = ("fixed", "learned", "same", "gains")
+"""Kinds of V: the second bit of the number says that V is K, and the first that it is learned."""
 
 
 @triton.jit
@@ -152,28 +155,33 @@ def times(z, V, acc, PREC: constexpr):  # pragma: kernel
 
 @triton.jit
 def weights_of(
-    force,
+    forces,
     j,
     block,
     m,
-    SAME: constexpr,
+    e: constexpr,
+    READS: constexpr,
+    OUTPUTS: constexpr,
     PREC: constexpr,
     BR: constexpr,
     BM: constexpr,
 ):  # pragma: kernel
-    """A block of rows of the weights of layer j."""
-    K, b, V, r = force
+    """A block of rows of the weights of move e in layer j: K, b, V and the gains."""
+    K, b, V, r = forces[(READS >> e) & 1]
+    OUTPUT: constexpr = (OUTPUTS >> 2 * e) & 3
     i = block * BR + tl.arange(0, BR)
     k = tl.arange(0, BM)
     at = (j * r + i)[:, None] * m + k[None, :]
     inside = (i < r)[:, None] & (k < m)[None, :]
     K_j = rounded(tl.load(K + at, mask=inside, other=0.0), PREC)
     b_j = tl.load(b + j * r + i, mask=i < r, other=0.0)
-    if SAME:
-        V_j = K_j
-    else:
+    V_j = K_j
+    a_j = tl.full((), 1.0, tl.float32)
+    if OUTPUT < 2:
         V_j = rounded(tl.load(V + at, mask=inside, other=0.0), PREC)
-    return K_j, b_j, V_j
+    elif OUTPUT == 3:
+        a_j = tl.load(V + j * r + i, mask=i < r, other=0.0)
+    return K_j, b_j, V_j, a_j
 
 
 @triton.jit
@@ -202,7 +210,7 @@ def forward_kernel(
     READS: constexpr,
     MOVES: constexpr,
     E: constexpr,
-    SAME: constexpr,
+    OUTPUTS: constexpr,
     HALVES: constexpr,
     INVERSE: constexpr,
     KEEP: constexpr,
@@ -221,8 +229,7 @@ def forward_kernel(
     if HALVES:
         q = tl.load(y + at + m, mask=inside, other=0.0)
     j = first * 0 + N - 1 if INVERSE else first * 0
-    force = forces[READS & 1]
-    K, b, V = weights_of(force, j, 0, m, SAME & 1, PREC, BR, BM)
+    K, b, V, a = weights_of(forces, j, 0, m, 0, READS, OUTPUTS, PREC, BR, BM)
     for depth in range(N):
         for e in tl.static_range(E):
             c = tl.load(h + j) * fractions[e]
@@ -239,21 +246,28 @@ def forward_kernel(
                 step = (first * 0 + depth * E + e) * B
                 tl.store(kept + (step + row) * m + k, source, mask=inside)
             if RB == 1:
-                z = forces_of(source, K, b, c, ACT, PREC, FAST)
+                z = forces_of(source, K, b, c * a, ACT, PREC, FAST)
                 V_here = V
                 # The next weights are on their way while this step runs.
-                force = forces[(READS >> (e + 1) % E) & 1]
-                K, b, V = weights_of(
-                    force, j_next, 0, m, (SAME >> (e + 1) % E) & 1, PREC, BR, BM
+                K, b, V, a = weights_of(
+                    forces,
+                    j_next,
+                    0,
+                    m,
+                    (e + 1) % E,
+                    READS,
+                    OUTPUTS,
+                    PREC,
+                    BR,
+                    BM,
                 )
                 target = times(z, V_here, target, PREC)
             else:
                 for block in range(RB):
-                    force = forces[(READS >> e) & 1]
-                    K, b, V = weights_of(
-                        force, j, block, m, (SAME >> e) & 1, PREC, BR, BM
+                    K, b, V, a = weights_of(
+                        forces, j, block, m, e, READS, OUTPUTS, PREC, BR, BM
                     )
-                    z = forces_of(source, K, b, c, ACT, PREC, FAST)
+                    z = forces_of(source, K, b, c * a, ACT, PREC, FAST)
                     target = times(z, V, target, PREC)
             j = j_next
             if (MOVES >> e) & 1:
@@ -272,61 +286,6 @@ def add(into, value, mask, ATOMIC: constexpr):  # pragma: kernel
         tl.atomic_add(into, value, mask=mask, sem="relaxed")
     else:
         tl.store(into, tl.load(into, mask=mask, other=0.0) + value, mask=mask)
-
-
-@triton.jit
-def back_through(
-    source,
-    g_target,
-    g_source,
-    K,
-    b,
-    V,
-    c,
-    part,
-    j,
-    block,
-    dh,
-    places,
-    r,
-    m,
-    SAME: constexpr,
-    LEARNED: constexpr,
-    STEP: constexpr,
-    ACT: constexpr,
-    PREC: constexpr,
-    WPREC: constexpr,
-    FAST: constexpr,
-    ATOMIC: constexpr,
-    BT: constexpr,
-    BM: constexpr,
-    BR: constexpr,
-):  # pragma: kernel
-    """The gradient of what a block of a step reads; those of its weights are added up."""
-    dK, db, dV = places
-    bias = tl.zeros((BT, BR), tl.float32) + b[None, :]
-    a = times_transposed(source, K, bias, PREC)
-    t = times_transposed(g_target, V, tl.zeros((BT, BR), tl.float32), PREC)
-    z = sigma_of(a, ACT, FAST)
-    u = c * slope_of(a, z, ACT) * t
-    u_T = tl.trans(rounded(u, WPREC))
-    z_T = tl.trans(rounded(c * z, WPREC))
-    zero = tl.zeros((BR, BM), tl.float32)
-    grad = dot(u_T, rounded(source, WPREC), zero, WPREC)
-    i = block * BR + tl.arange(0, BR)
-    k = tl.arange(0, BM)
-    at = (j * r + i)[:, None] * m + k[None, :]
-    inside = (i < r)[:, None] & (k < m)[None, :]
-    if SAME:
-        grad = dot(z_T, rounded(g_target, WPREC), grad, WPREC)
-    elif LEARNED:
-        output = dot(z_T, rounded(g_target, WPREC), zero, WPREC)
-        add(dV + at, output, inside, ATOMIC)
-    add(dK + at, grad, inside, ATOMIC)
-    add(db + j * r + i, tl.sum(u, 0), i < r, ATOMIC)
-    if STEP:
-        add(dh + j, part * tl.sum(z * t), j >= 0, ATOMIC)
-    return times(u, K, g_source, PREC)
 
 
 @triton.jit(do_not_specialize=["B", "N", "tiles", "size"])
@@ -351,8 +310,7 @@ def backward_kernel(
     READS: constexpr,
     MOVES: constexpr,
     E: constexpr,
-    SAME: constexpr,
-    LEARNED: constexpr,
+    OUTPUTS: constexpr,
     STEP: constexpr,
     HALVES: constexpr,
     INVERSE: constexpr,
@@ -377,8 +335,9 @@ def backward_kernel(
         if HALVES:
             g_q = tl.load(g + at + m, mask=inside, other=0.0)
         j = zero if INVERSE else zero + N - 1
-        force = forces[READS >> (E - 1)]
-        K, b, V = weights_of(force, j, 0, m, SAME >> (E - 1), PREC, BR, BM)
+        K, b, V, a = weights_of(
+            forces, j, 0, m, E - 1, READS, OUTPUTS, PREC, BR, BM
+        )
         step = (zero + N * E - 1) * B
         source_next = tl.load(
             kept + (step + row) * m + k, mask=inside, other=0.0
@@ -402,55 +361,60 @@ def backward_kernel(
                 )
                 moved = g_q if (READS >> e) & 1 else g_p
                 g_target = g_q if (MOVES >> e) & 1 else g_p
-                force = forces[(READS >> e) & 1]
+                r = forces[(READS >> e) & 1][3]
                 dK, db, dV = grads[(READS >> e) & 1]
                 for block in range(RB):
                     if RB > 1:
-                        K, b, V = weights_of(
-                            force,
+                        K, b, V, a = weights_of(
+                            forces,
                             j_here,
                             block,
                             m,
-                            (SAME >> e) & 1,
+                            e,
+                            READS,
+                            OUTPUTS,
                             PREC,
                             BR,
                             BM,
                         )
-                    moved = back_through(
-                        source,
-                        g_target,
-                        moved,
-                        K,
-                        b,
-                        V,
-                        c,
-                        part,
-                        j_here,
-                        block,
-                        dh + own,
-                        (dK + own, db + own, dV + own),
-                        force[3],
-                        m,
-                        (SAME >> e) & 1,
-                        (LEARNED >> e) & 1,
-                        STEP,
-                        ACT,
-                        PREC,
-                        WPREC,
-                        FAST,
-                        ATOMIC,
-                        BT,
-                        BM,
-                        BR,
-                    )
+                    # The gradient of what this block reads; those of its weights are added up.
+                    bias = tl.zeros((BT, BR), tl.float32) + b[None, :]
+                    x = times_transposed(source, K, bias, PREC)
+                    t = times_transposed(g_target, V, tl.zeros_like(x), PREC)
+                    z = sigma_of(x, ACT, FAST)
+                    u = c * a * slope_of(x, z, ACT) * t
+                    u_T = tl.trans(rounded(u, WPREC))
+                    z_T = tl.trans(rounded(c * a * z, WPREC))
+                    empty = tl.zeros((BR, BM), tl.float32)
+                    grad = dot(u_T, rounded(source, WPREC), empty, WPREC)
+                    i = block * BR + tl.arange(0, BR)
+                    in_b = own + j_here * r + i
+                    in_K = (own + (j_here * r + i) * m)[:, None] + k
+                    free = (i < r)[:, None] & (k < m)
+                    if (OUTPUTS >> 2 * e) & 2:
+                        grad = dot(z_T, rounded(g_target, WPREC), grad, WPREC)
+                    elif (OUTPUTS >> 2 * e) & 1:
+                        output = dot(
+                            z_T, rounded(g_target, WPREC), empty, WPREC
+                        )
+                        add(dV + in_K, output, free, ATOMIC)
+                    add(dK + in_K, grad, free, ATOMIC)
+                    add(db + in_b, tl.sum(u, 0), i < r, ATOMIC)
+                    if (OUTPUTS >> 2 * e) & 3 == 3:
+                        add(dV + in_b, c * tl.sum(z * t, 0), i < r, ATOMIC)
+                    if STEP:
+                        rate = part * tl.sum(a * z * t)
+                        add(dh + own + j_here, rate, j >= 0, ATOMIC)
+                    moved = times(u, K, moved, PREC)
                 if RB == 1:
-                    force = forces[(READS >> (e + E - 1) % E) & 1]
-                    K, b, V = weights_of(
-                        force,
+                    K, b, V, a = weights_of(
+                        forces,
                         j,
                         0,
                         m,
-                        (SAME >> (e + E - 1) % E) & 1,
+                        (e + E - 1) % E,
+                        READS,
+                        OUTPUTS,
                         PREC,
                         BR,
                         BM,
@@ -472,9 +436,9 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def bits(answers: Sequence[int]) -> int:
-    """A number whose bit e is the e-th answer, which Triton reads at compile time."""
-    return sum(answer << e for e, answer in enumerate(answers))
+def bits(answers: Sequence[int], size: int = 1) -> int:
+    """A number that encodes the answers, so many bits each, which Triton reads at compile time."""
+    return sum(answer << size * e for e, answer in enumerate(answers))
 
 
 def padded(size: int) -> int:
@@ -484,7 +448,7 @@ def padded(size: int) -> int:
 def tiling(
     stack: Stack, precision: str, backward: bool
 ) -> tuple[int, int, int]:
-    """Samples a tile, rows of K a block, and warps a program; measured on an H200."""
+    """The samples per tile, rows of K per block, and warps per program, as measured on an H200."""
     BM = padded(stack.width)
     exact = precision in ("ieee", "tf32x3")
     block, warps = 64, 4
@@ -501,7 +465,7 @@ def tiling(
 
 
 def saved_size(stack: Stack, precision: str = "ieee") -> int:
-    """Numbers that the forward pass saves: what each step reads."""
+    """The count of numbers that the forward pass saves: the inputs of each step."""
     return stack.steps * stack.samples * stack.width
 
 
@@ -514,7 +478,7 @@ class Kernel:
         self.stack = stack
         self.deterministic = deterministic
         moves = list(stack.scheme.ordered(stack.inverse))
-        outputs = [stack.outputs[half] for half, _, _ in moves]
+        outputs = [OUTPUTS.index(stack.outputs[half]) for half, _, _ in moves]
         self.precision = precision
         few = min(stack.rows) * stack.width < FEW
         weights = "bf16" if precision == "tf32" and not few else precision
@@ -533,8 +497,7 @@ class Kernel:
             "READS": bits([half for half, _, _ in moves]),
             "MOVES": bits([moved for _, moved, _ in moves]),
             "E": len(moves),
-            "SAME": bits([output == "same" for output in outputs]),
-            "LEARNED": bits([output == "learned" for output in outputs]),
+            "OUTPUTS": bits(outputs, 2),
             "STEP": stack.learned,
             "HALVES": int(stack.scheme.halves),
             "INVERSE": stack.inverse,
@@ -551,6 +514,8 @@ class Kernel:
         constants = {
             name: value for name, value in constants.items() if name in names
         }
+        # Triton 3.9 warns if this is left open.
+        constants["enable_fp_fusion"] = True
         if self.stack.device.type != "cuda":
             kernel[(grid,)](*args, **constants)
             return
@@ -572,7 +537,7 @@ class Kernel:
     def forward(
         self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """y_N from y_0 (B, n) and, with `save`, what `backward` needs of the states."""
+        """y_N from y_0 (B, n) and, with `save`, the values that `backward` needs."""
         kept = y.new_empty(saved_size(self.stack)) if save else None
         if self.stack.samples == 0 or self.stack.layers == 0:
             return y.clone(), kept
@@ -586,7 +551,7 @@ class Kernel:
     def backward(
         self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
     ) -> list[Tensor | None]:
-        """The gradients of y_0 and of all tensors, from that of y_N."""
+        """The gradients of y_0 and of all tensors, given the gradient of y_N."""
         stack = self.stack
         tiles, options = self._tiles(True)
         programs = tiles
@@ -612,5 +577,6 @@ class Kernel:
         for force, rows in zip(
             self.stack.forces(tensors), self.stack.rows, strict=True
         ):
-            forces.append((force.K, force.b, force.output(), rows))
+            V = force.K if force.V is None else force.V
+            forces.append((force.K, force.b, V, rows))
         return tensors[0], self.fractions, tuple(forces)

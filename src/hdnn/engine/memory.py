@@ -1,4 +1,4 @@
-"""The sizes of a stack of layers, and where its gradients lie."""
+"""The sizes of a stack of layers, and the layout of its gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hdnn.activations import Activation
 from hdnn.schemes import Force, Scheme
 
 Tensors = tuple[Tensor | None, ...]
-"""h (N,), then K, b and V of each force; V is None where it is K."""
+"""h (N,), then K, b and V of each force, as `hdnn.schemes.Force` has them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Stack:
     samples: int
     features: int
     rows: tuple[int, ...]  # hidden units of each force
-    # V of each force: "same" (K), "fixed" (no gradient) or "learned"
+    # V of each force: "same" (K), "gains" (of K), "fixed" (no gradient) or "learned"
     outputs: tuple[str, ...]
     dtype: torch.dtype
     device: torch.device
@@ -43,7 +43,7 @@ class Stack:
 
     @property
     def width(self) -> int:
-        """Features of what a step reads."""
+        """The number of features that a step reads."""
         return self.features // 2 if self.scheme.halves else self.features
 
     @property
@@ -65,13 +65,15 @@ class Stack:
 
     @cached_property
     def places(self) -> list[tuple[int, tuple[int, ...]] | None]:
-        """Where the gradient of each tensor begins in one buffer, and its shape."""
+        """The start and the shape of each tensor's gradient in one buffer."""
         shapes: list[tuple[int, ...] | None] = [
             (self.layers,) if self.learned else None
         ]
         for r, output in zip(self.rows, self.outputs, strict=True):
-            K = (self.layers, r, self.width)
-            shapes += [K, (self.layers, r), K if output == "learned" else None]
+            b = (self.layers, r)
+            K = (*b, self.width)
+            V = {"learned": K, "gains": b}.get(output)
+            shapes += [K, b, V]
         places = []
         start = 0
         for shape in shapes:
@@ -82,7 +84,7 @@ class Stack:
 
     @property
     def size(self) -> int:
-        """Numbers in the buffer of all gradients."""
+        """The count of numbers in the buffer of all gradients."""
         start, shape = [place for place in self.places if place is not None][-1]
         return -(-(start + math.prod(shape)) // 32) * 32
 
@@ -99,11 +101,11 @@ class Stack:
         return views
 
     def forces(self, tensors: Sequence[Any]) -> list[Force]:
-        """The weights as `hdnn.schemes` takes them."""
+        """The weights in the form that `hdnn.schemes` uses."""
         return [Force(*tensors[k : k + 3]) for k in range(1, len(tensors), 3)]
 
     def definition(self, y: Any, tensors: Sequence[Any]) -> Tensor:
-        """y_N by the plain loop."""
+        """y_N, computed with the plain loop."""
         forces = self.forces(tensors)
         return schemes.run(
             self.scheme, y, forces, tensors[0], self.sigma, inverse=self.inverse
@@ -111,10 +113,10 @@ class Stack:
 
 
 def process_bytes(root: Path = Path("/")) -> int:
-    """The memory that this process may use: that of the machine, or less if its cgroup says so.
+    """The memory that this process may use: the machine's, or less if its cgroup is limited.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: the folder that holds `proc` and `sys`.
     """
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:

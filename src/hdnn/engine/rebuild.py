@@ -1,11 +1,11 @@
-"""Backward passes that rebuild their states: two halves that move each other, and are moved back.
+"""Backward passes that rebuild their states: two halves that move each other, and move back.
 
 A move adds `function(source)` to the target half and leaves the source alone, so it is undone by
-subtracting the same again. `run(..., backprop="reversible")` drops what autograd saves inside a
-move as soon as the move is done. When the backward pass reads it, the move is computed once more
-from its source, which the later states still hold; the same result leads back to the state before.
-Nothing else of autograd is touched: parameters, further arguments, hooks and gradients of gradients
-work as always.
+subtracting the same value. `run(..., backprop="reversible")` drops the tensors that autograd saves
+inside a move as soon as the move is done. When the backward pass reads such a tensor, the move is
+computed once more from its source, which the later states still hold; the same result leads back to
+the state before. Nothing else of autograd is touched: parameters, further arguments, hooks and
+gradients of gradients work as always.
 
 With exact halves, states are whole multiples of 2^-40 in 64-bit integers. A move is rounded to that
 grid, so undoing it is exact to the last bit in any precision of the modules.
@@ -37,13 +37,13 @@ LIMIT = 2.0**23  # the largest state on the grid: 2^63 multiples
 COARSE = 1e-3  # relative rounding to the grid that gives a warning
 DIFFERENT = 0.01  # relative error of a repeated move that gives a warning
 SAMPLE = 256  # entries by which a move is recognised
-ADVICE = 'take state="fixed", whose reversal is exact, or backprop="checkpoint"'
+ADVICE = 'use state="fixed", whose reversal is exact, or backprop="checkpoint"'
 OTHERWISE = "did not compute the same a second time"
 REASONS = (
     "it is not deterministic, counts its calls, draws from its own random generator, or its "
     "arguments changed"
 )
-# Tensors of other types, as those of `fully_shard`, come and go by themselves.
+# Tensors of other types, such as those of `fully_shard`, manage their own memory.
 PLAIN = (Tensor, nn.Parameter)
 
 
@@ -57,12 +57,12 @@ class Move(NamedTuple):
     module: Any = None  # the owner of weights and statistics
 
     def modules(self) -> list[nn.Module]:
-        """The owner and all modules inside of it."""
+        """The owner and all modules inside it."""
         owner = self.module
         return [*owner.modules()] if isinstance(owner, nn.Module) else []
 
     def bind(self, args: Any, options: Any) -> Move:
-        """The move whose function gets further arguments."""
+        """The move with further arguments for its function."""
         function = self.function
         return self._replace(
             function=lambda source: function(source, *args, **options)
@@ -70,13 +70,13 @@ class Move(NamedTuple):
 
 
 class Half(NamedTuple):
-    """Half a state; on the grid also as integers, of which `value` is a copy in floats."""
+    """Half a state; on the grid, `value` is a floating-point copy of integers."""
 
     value: Tensor
     exact: Tensor | None = None
 
     def moved(self, move: Tensor, sign: int = 1) -> Half:
-        """The half plus a move, or minus it, with the gradients of a sum."""
+        """The half plus or minus a move, with the gradients of a sum."""
         total = self.value + move if sign > 0 else self.value - move
         if self.exact is None:
             return Half(total)
@@ -119,7 +119,8 @@ def check_grid(y: Tensor, y_N: Tensor, dim: int) -> None:
     if not finite:
         raise OptionError(
             f'the state left the fixed-point grid: state="fixed" holds values up to +-{LIMIT:.4g}, '
-            'no NaN; normalise the outputs of the modules, take a smaller h, or use state="float".'
+            "and no NaN; normalise the outputs of the modules, use a smaller h, or use "
+            'state="float".'
         )
     if size < 0.5 / GRID / COARSE:
         warnings.warn(
@@ -172,7 +173,7 @@ def _follow(
 
 
 def _checkpointed(halves: list[Half], moves: Sequence[Move]) -> list[Half]:
-    """The halves after some moves, which are stored before them alone."""
+    """The halves after some moves; only the halves before these moves are stored."""
     name = f"{moves[0].name} to {moves[-1].name}"
     snapshot = Snapshot(name, moves, halves[0].value.device)
 
@@ -218,7 +219,7 @@ def _evaluate(move: Move, source: Tensor, target: Half) -> Tensor:
 
 
 class Held(NamedTuple):
-    """A weight or buffer as a module held it in the forward pass."""
+    """A weight or buffer that a module held in the forward pass."""
 
     holder: dict[str, Any]
     name: str
@@ -233,7 +234,7 @@ class Held(NamedTuple):
 
     @property
     def exchanged(self) -> bool:
-        """True if the module holds another tensor now, or this one with other gradients."""
+        """True if the module now holds a different tensor, or this tensor with other gradients."""
         now = self.holder.get(self.name)
         if type(now) not in (*PLAIN, type(None)):
             return False
@@ -241,7 +242,7 @@ class Held(NamedTuple):
         return not same or self.tensor.requires_grad != self.needs_grad
 
     def restore(self, stack: ExitStack, tensor: Tensor) -> None:
-        """Put a tensor into its place for a while."""
+        """Put a tensor into its place temporarily."""
         stack.callback(
             self.holder.update, {self.name: self.holder.get(self.name)}
         )
@@ -260,8 +261,8 @@ def _held(holders: list[Any]) -> list[Held]:
 class Snapshot:
     """Everything besides arguments that moves depend on: random numbers, autocast, modules.
 
-    Modules have weights, statistics, and modes. Other weights than now were there inside of
-    `torch.func.functional_call`. What a module counted in the first pass is not counted again.
+    Modules have weights, statistics, and modes. Inside `torch.func.functional_call`, the weights
+    were different from now. What a module counted in the first pass is not counted again.
     """
 
     def __init__(
@@ -288,7 +289,7 @@ class Snapshot:
         self.stacks: list[ExitStack] = []
 
     def finish(self) -> None:
-        """Note what the modules changed by themselves in the first pass."""
+        """Record what the modules changed themselves in the first pass."""
         self.weights = [
             held._replace(version=_version(held.tensor))
             for held in self.weights
@@ -296,15 +297,15 @@ class Snapshot:
         self.counted += [held for held in self.buffers if held.changed]
 
     def check(self) -> None:
-        """Raise if weights were changed in place, as by the step of an optimiser."""
+        """Raise if weights were changed in place, for example by an optimiser's step."""
         if any(held.changed for held in self.weights):
             raise OptionError(
                 f"the weights of {self.name} changed in place after the forward pass, so the "
-                "gradients would be wrong; take the optimiser's step after the backward pass."
+                "gradients would be wrong; call the optimiser's step after the backward pass."
             )
 
     def __enter__(self) -> None:
-        """Go back to this moment for a while, with gradients."""
+        """Return to this state temporarily, with gradients enabled."""
         self.check()
         with ExitStack() as stack:
             cuda = [self.device] if self.device.type == "cuda" else []
@@ -369,12 +370,12 @@ class Step(NamedTuple):
 
 
 class Rebuild:
-    """Moves that are computed again in the backward pass, last one first.
+    """Moves that are computed again in the backward pass, last move first.
 
-    In the place of a tensor, autograd saves its number. The tensors of a move are in `values` while
-    it is computed, and again from when they were rebuilt until those of another move are. The state
-    after the first two moves is stored: an entry is rebuilt from when it first moves after these,
-    and until then it is the stored one to the last bit, so that zeros stay zeros.
+    Instead of a tensor, autograd saves its number. The tensors of a move are in `values` while it
+    is computed, and again from the time they are rebuilt until another move is rebuilt. The state
+    after the first two moves is stored: an entry is rebuilt only after it first moves later than
+    that; before that, it equals the stored entry to the last bit, so that zeros stay zeros.
     """
 
     def __init__(self, moves: Sequence[Move]) -> None:
@@ -427,7 +428,7 @@ class Rebuild:
         return halves
 
     def _note_moved(self, k: int, target: int, half: Half) -> None:
-        """Note for each entry of a half which move changes it first."""
+        """Record for each entry of a half which move changes it first."""
         left = self.left[target]
         moved = half.value.detach() != self.start[target].value
         self.left[target] = torch.where(moved, left.clamp_max(k), left)
@@ -447,7 +448,7 @@ class Rebuild:
                 eagerly(self._rebuild, k)
             elif number in self.read:  # another backward pass, perhaps
                 self.steps[k].snapshot.check()
-            if k < len(self.steps):  # else the move itself takes gradients
+            if k < len(self.steps):  # otherwise the move itself takes gradients
                 self.read.add(number)
             return self.values[k][number]
 
@@ -492,7 +493,7 @@ class Rebuild:
         if versions != [_version(x) for x in values]:
             raise OptionError(
                 f"{move.name} changes in place a tensor that its own gradient needs; use the "
-                "operation that is not in place."
+                "out-of-place operation."
             )
         if [(x.shape, x.dtype) for x in values] != step.saved:
             raise OptionError(f"{move.name} {OTHERWISE}: {REASONS}.")
@@ -525,7 +526,7 @@ class Rebuild:
         return torch.stack(drifts).max()
 
     def _judge(self, doubts: list[tuple[str, Tensor]], final: bool) -> None:
-        """Raise if a move, or the state, is far from that of the forward pass; at the end warn."""
+        """Raise if a move or the state differs much from the forward pass; at the end, warn."""
         errors = torch.stack([doubt for _, doubt in doubts]).tolist()
         rounding = torch.finfo(self.end[0].value.dtype).eps ** 0.5
         worst, name = 0.0, ""
@@ -585,7 +586,7 @@ def _detached(halves: list[Half]) -> list[Half]:
 
 
 def _is_lazy(move: Move) -> bool:
-    """True if a module draws its first weights in this call, which cannot be repeated."""
+    """True if a module draws its first weights in this call, which then cannot be repeated."""
     return any(
         isinstance(module, LazyModuleMixin)
         and module.has_uninitialized_params()  # pyright: ignore
@@ -594,8 +595,10 @@ def _is_lazy(move: Move) -> bool:
 
 
 def eagerly(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function that a compiled caller leaves alone."""
-    if "torch._dynamo" in sys.modules:  # else importing it would take a second
+    """The result of a function that is excluded from compilation."""
+    if (
+        "torch._dynamo" in sys.modules
+    ):  # otherwise importing it would take a second
         function = torch.compiler.disable(function)
     return function(*args)
 

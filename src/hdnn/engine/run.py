@@ -52,9 +52,9 @@ INSTALLED = {
     name: importlib.util.find_spec(name) is not None
     for name, _ in EXTRAS.values()
 }
-# Features of a state on the CPU; beyond, the plain loop is as fast
+# Features of a state on the CPU; with more, the plain loop is as fast
 WIDEST = 192
-WIDEST_TILE = 64  # features that a program on the GPU keeps in registers
+WIDEST_TILE = 64  # features that a GPU program keeps in registers
 WIDEST_ROUNDED_TILE = 128  # the same with rounded factors, on tensor cores
 SHARE = 8  # stored states take at most this part of the memory: one in so many
 REMEMBERED = 1024
@@ -78,18 +78,18 @@ def run(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """The values and gradients of `hdnn.schemes.run`, from the fastest kernel.
+    """Compute the values and gradients of `hdnn.schemes.run` with the fastest kernel.
 
     Args:
         scheme: how a layer steps.
         y: states `(*batch, n)`.
-        forces: stacked over layers; `forces[i]` reads half i.
+        forces: the forces, stacked over layers; `forces[i]` reads half i.
         h: the step, one for all layers or `(N,)`.
         sigma: the activation.
         trajectory: return all states, which the definition computes.
-        inverse: take the last state back to the first.
+        inverse: compute the first state from the last.
         engine: see `Settings`; None means the engine set by `use`.
-        backprop: likewise.
+        backprop: see `Settings`; None means the backprop set by `use`.
 
     Raises:
         OptionError: if the requested engine or backprop cannot run this stack.
@@ -135,7 +135,7 @@ class Call(NamedTuple):
 
 
 def _key(settings: Settings, call: Call) -> tuple[Any, ...]:
-    """All that decides how a call runs."""
+    """Everything that decides how a call runs."""
     scheme, y, forces, h, sigma, inverse = call
     key = [
         settings,
@@ -166,7 +166,7 @@ def _key(settings: Settings, call: Call) -> tuple[Any, ...]:
 
 
 class Plan:
-    """How calls of certain sizes run."""
+    """The plan for running calls of certain sizes."""
 
     def __init__(self, settings: Settings, call: Call) -> None:
         scheme, y, forces, h, sigma, inverse = call
@@ -186,7 +186,7 @@ class Plan:
         )
         precision = matmul_precision(settings, y.dtype)
         self.how = (fused, replace(settings, precision=precision))
-        self.kernel: Any = None  # made by the first call that is no transform
+        self.kernel: Any = None  # made by the first call outside a transform
         self.stack: Stack | None = None  # if the definition runs
         if fused or settings.backprop in ("checkpoint", "reversible"):
             self.stack = describe(call, self.dtype)
@@ -222,7 +222,7 @@ class Plan:
             return y_N.view(y.shape).to(y.dtype)  # pyright: ignore[reportOptionalMemberAccess]
 
     def _lay_out(self, tensors: list[Any]) -> bool:
-        """Change the tensors to what kernels read; True if any of them needs a gradient."""
+        """Convert the tensors for the kernels; True if any tensor needs a gradient."""
         learns = False
         for k, t in enumerate(tensors):
             if t is not None:
@@ -237,9 +237,9 @@ class Plan:
 
 
 def all_in_memory(y: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-    """True if kernels can read all that the tensors hold.
+    """True if kernels can read the memory of all tensors.
 
-    Under the transforms of `torch.func` they have no memory; dual numbers have a tangent too.
+    Under the transforms of `torch.func`, tensors have no memory; dual numbers also have a tangent.
     """
     try:
         for t in (y, *tensors):
@@ -261,7 +261,7 @@ def recording(y: Tensor) -> bool:
 
 
 def is_fused(engine: str, call: Call) -> bool:
-    """True if a kernel is to run the stack; raises if it must and cannot."""
+    """True if a kernel should run the stack; raise an error if one must but cannot."""
     if engine == "reference":
         return False
     y = call.y
@@ -284,7 +284,7 @@ def is_fused(engine: str, call: Call) -> bool:
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """A reason if no kernel can run such a stack, else None."""
+    """The reason why no kernel can run such a stack, or None."""
     scheme, y, forces, _, sigma, _ = call
     device = y.device.type
     if type(scheme) is not Scheme:
@@ -329,11 +329,13 @@ def output_kind(V: Tensor | None) -> str:
     """The entry of `Stack.outputs` for a force."""
     if V is None:
         return "same"
+    if V.ndim == 2:
+        return "gains"
     return "learned" if V.requires_grad else "fixed"
 
 
 def matmul_precision(settings: Settings, dtype: torch.dtype) -> str:
-    """How a GPU multiplies: as asked, else as the dtype or PyTorch's own setting says."""
+    """The precision of GPU products: as set, otherwise from the dtype or PyTorch's own setting."""
     if settings.precision != "auto":
         return settings.precision
     if torch.is_autocast_enabled("cuda"):
@@ -351,7 +353,7 @@ def matmul_precision(settings: Settings, dtype: torch.dtype) -> str:
 
 
 def kernels(stack: Stack, precision: str) -> Any:
-    """The module whose `Kernel` runs a stack; imported late, for its compiler is large."""
+    """The module whose `Kernel` runs a stack; imported late, because its compiler is large."""
     rounded = precision in ("tf32", "bf16")
     widest = WIDEST_ROUNDED_TILE if rounded else WIDEST_TILE
     if stack.device.type == "cpu":
@@ -364,7 +366,7 @@ def kernels(stack: Stack, precision: str) -> Any:
 
 
 def backprop_of(stack: Stack, fused: bool, settings: Settings) -> str:
-    """What the backward pass starts from, if that was left open."""
+    """The saved states of the backward pass, if `backprop` is "auto"."""
     backprop = settings.backprop
     if backprop == "reversible" and not stack.scheme.invertible:
         raise OptionError(
@@ -382,7 +384,7 @@ def backprop_of(stack: Stack, fused: bool, settings: Settings) -> str:
 
 
 def method(stack: Stack, fused: bool, settings: Settings) -> Any:
-    """The kernels of a stack, and what their backward pass starts from."""
+    """The kernels of a stack, with their saved states for the backward pass."""
     backprop = backprop_of(stack, fused, settings)
     make: Callable[[Stack], Any] = Definition
     if fused and stack.device.type == "cpu":
@@ -428,7 +430,7 @@ def gradients(
     g: Tensor,
     tensors: Sequence[Tensor | None],
 ) -> Sequence[Any]:
-    """The gradients of y_0 and of all tensors, from that of y_N."""
+    """The gradients of y_0 and of all tensors, given the gradient of y_N."""
     if torch.is_grad_enabled() or not all_in_memory(
         g, ()
     ):  # second derivatives, many at once
@@ -450,7 +452,7 @@ def gradients(
 
 
 def _readable(t: Any, dtype: torch.dtype) -> Any:
-    """A tensor as kernels take it: hooks on saved tensors may change strides and dtypes."""
+    """A tensor as kernels read it: hooks on saved tensors may change strides and dtypes."""
     if t is None or (t.dtype == dtype and t.is_contiguous()):
         return t
     return t.to(dtype).contiguous() if t.is_floating_point() else t.contiguous()
@@ -517,21 +519,21 @@ def _stack(
 
 @lru_cache(maxsize=REMEMBERED)
 def _kernel(precision: str, *call: Any) -> Any:
-    """What runs the stack of a call."""
+    """The kernel that runs the stack of a call."""
     stack, backprop = _stack(*call)
     settings = Settings(backprop=backprop, precision=precision)
     return method(stack, True, settings)
 
 
 def _ready(y: Tensor, tensors: Sequence[Tensor], text: str) -> tuple[Any, Any]:
-    """What runs a call, and the tensors as it takes them."""
+    """The kernel that runs a call, and the tensors as it reads them."""
     precision = matmul_precision(Settings(), y.dtype)
     kernel = _kernel(precision, text, y.shape, y.dtype, y.device)
     return kernel, _filled(tensors, kernel.stack)
 
 
 def _filled(tensors: Sequence[Tensor], stack: Stack) -> tuple[Any, ...]:
-    """The tensors with None in the place of each V that is K."""
+    """The tensors, with None for each V that is K."""
     rest = iter(tensors)
     filled: list[Any] = [next(rest)]
     for output in stack.outputs:
@@ -540,7 +542,7 @@ def _filled(tensors: Sequence[Tensor], stack: Stack) -> tuple[Any, ...]:
     return tuple(filled)
 
 
-# With less around a call than `custom_op` has, which takes longer than a small stack.
+# Lighter than `custom_op`, whose overhead takes longer than a small stack.
 library.define(
     "hdnn::stack", "(Tensor y, Tensor[] tensors, str text) -> (Tensor, Tensor)"
 )
@@ -578,7 +580,7 @@ def _(y: Tensor, tensors: Sequence[Tensor], text: str) -> Any:
 def _backward(
     g: Tensor, y: Tensor, saved: Tensor, tensors: Sequence[Tensor], text: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of y, and those of the tensors that need one, in one copy."""
+    """The gradient of y, and of each tensor that needs one, in one copy."""
     kernel, weights = _ready(y, tensors, text)
     with torch.no_grad():
         g_y, *grads = gradients(kernel, y, saved, g, weights)

@@ -1,4 +1,4 @@
-"""The settings that `hdnn.engine.use` makes for a thread or task."""
+"""The settings of `hdnn.engine.use`, for one thread or task."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Settings:
 
     Args:
         engine: "reference" (plain PyTorch), "fused" (one kernel for all layers), or "auto".
-        backprop: what the backward pass starts from: "stored" states, about sqrt(N) of them
-            ("checkpoint"), the last state alone ("reversible"), or "auto".
-        precision: of matrix products on a GPU: "ieee", "tf32", "tf32x3", "bf16", or "auto", which
-            follows the dtype and `torch.set_float32_matmul_precision`.
+        backprop: which saved states the backward pass starts from: all ("stored"), about sqrt(N) of
+            them ("checkpoint"), only the last ("reversible"), or "auto".
+        precision: the precision of matrix products on a GPU: "ieee", "tf32", "tf32x3", "bf16", or
+            "auto", which follows the dtype and `torch.set_float32_matmul_precision`.
         deterministic: add up gradients on a GPU in a fixed order, so that runs repeat bit for bit.
     """
 
@@ -59,7 +59,7 @@ def use(**options: Any) -> Iterator[Settings]:
     """Run all networks inside a `with` block with these options.
 
     Args:
-        **options: fields of `Settings`; the others stay as they are outside the block.
+        **options: fields of `Settings`; other fields keep their values from outside the block.
 
     Raises:
         OptionError: if an option or its value is unknown.

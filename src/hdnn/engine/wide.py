@@ -1,10 +1,10 @@
 """Wide stacks on a GPU: matrix products by cuBLAS, and one pass over memory between them.
 
-Past some width the products take almost all of the time. Activation and slope are Triton kernels,
-and all launches of a pass are replayed as one CUDA graph where the same memory is given again.
-In tf32 and bf16 the gradients of weights are products of bf16 factors, so what each step reads is
-saved in bf16; in bf16 all factors are rounded. States stay float32. With exact factors, what sigma
-reads is computed again instead of saved, as the gradients of weights take its place.
+Above some width, the products take almost all of the time. Activation and slope are Triton kernels,
+and all launches of a pass are replayed as one CUDA graph if the same memory is passed again. In
+tf32 and bf16 the gradients of weights are products of bf16 factors, so what each step reads is
+saved in bf16; in bf16 all factors are rounded. States stay float32. With exact factors, the input
+of sigma is computed again instead of saved, because the gradients of weights use its memory.
 """
 
 from __future__ import annotations
@@ -30,20 +30,34 @@ ROWS = 64
 COLUMNS = 64
 # True if a product of bf16 factors can have a float32 result
 EXACT_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
-BLOCK = 2048  # numbers that a program of `value_kernel` takes
 REMEMBERED = 32  # graphs of each pass
-WASTED = 64  # graphs that were recorded and never replayed, after which none is recorded any more
+WASTED = 64  # after so many recorded graphs that were never replayed, no more are recorded
+
+Weights = list[tuple[Tensor, Tensor, Tensor, Tensor]]  # K, b, V and gains
 
 
 @triton.jit
 def value_kernel(
-    a, z, h, fraction, size, ACT: constexpr, FAST: constexpr, BLOCK: constexpr
+    a,
+    z,
+    gains,
+    h,
+    fraction,
+    B,
+    r,
+    ACT: constexpr,
+    FAST: constexpr,
+    BB: constexpr,
+    BR: constexpr,
 ):  # pragma: kernel
-    """z = c sigma(a)."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    """z = c sigma(a) times the gains."""
+    row = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)[:, None]
+    column = tl.program_id(1) * BR + tl.arange(0, BR)[None, :]
+    inside = (row < B) & (column < r)
+    at = row * r + column
+    c = tl.load(h) * fraction * tl.load(gains + column, mask=column < r)
     x = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(h) * fraction * sigma_of(x, ACT, FAST)
+    value = c * sigma_of(x, ACT, FAST)
     tl.store(z + at, value.to(z.dtype.element_ty), mask=inside)
 
 
@@ -53,6 +67,7 @@ def slope_kernel(
     w,
     u,
     z,
+    gains,
     h,
     fraction,
     sums,
@@ -60,20 +75,22 @@ def slope_kernel(
     B,
     r,
     R,
-    blocks,
     ACT: constexpr,
     FAST: constexpr,
     BB: constexpr,
     BR: constexpr,
 ):  # pragma: kernel
-    """w = u = c w sigma'(a) and z = c sigma(a), with sums of u and of w sigma(a) over the tile."""
+    """w = u = c w sigma'(a) and z = c sigma(a) for c times the gains, and sums over the tile.
+
+    These are of u, and of the old w times sigma(a).
+    """
     tile = tl.program_id(0)
     block = tl.program_id(1)
     row = tile.to(tl.int64) * BB + tl.arange(0, BB)[:, None]
     column = block * BR + tl.arange(0, BR)[None, :]
     inside = (row < B) & (column < r)
     at = row * r + column
-    c = tl.load(h) * fraction
+    c = tl.load(h) * fraction * tl.load(gains + column, mask=column < r)
     x = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
     t = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
     value = sigma_of(x, ACT, FAST)
@@ -83,11 +100,11 @@ def slope_kernel(
     tl.store(z + at, (c * value).to(z.dtype.element_ty), mask=inside)
     total = block * BR + tl.arange(0, BR)
     tl.store(sums + tile * R + total, tl.sum(slope, 0), mask=total < r)
-    tl.store(dots + tile * blocks + block, tl.sum(t * value))
+    tl.store(dots + tile * R + total, tl.sum(t * value, 0), mask=total < r)
 
 
 def dtypes(precision: str) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of factors: of products with states, and of those that give weights."""
+    """The dtypes of factors: for products with states, and for weight gradients."""
     if precision == "bf16":
         return torch.bfloat16, torch.bfloat16
     if precision == "tf32":
@@ -96,7 +113,7 @@ def dtypes(precision: str) -> tuple[torch.dtype, torch.dtype]:
 
 
 def saved_sizes(stack: Stack, precision: str) -> tuple[int, int]:
-    """Numbers of float32 that hold what each step reads, and what sigma reads."""
+    """The counts of float32 numbers that hold the inputs of each step, and of sigma."""
     factor, low = dtypes(precision)
     rows = stack.steps * stack.samples
     read = rows * stack.width * low.itemsize
@@ -108,7 +125,7 @@ def saved_sizes(stack: Stack, precision: str) -> tuple[int, int]:
 
 
 def saved_size(stack: Stack, precision: str = "ieee") -> int:
-    """Numbers that the forward pass saves."""
+    """The count of numbers that the forward pass saves."""
     return sum(saved_sizes(stack, precision))
 
 
@@ -123,17 +140,22 @@ class Kernel:
         self.parts = 2 if stack.scheme.halves else 1
         self.factor, self.low = dtypes(precision)
         fast = precision in ("tf32", "bf16") and not interpreted()
-        self.how: dict[str, Any] = {"ACT": stack.sigma.name, "FAST": fast}
-        self.block = {**self.how, "BLOCK": BLOCK}
-        self.tile = {**self.how, "BB": ROWS, "BR": COLUMNS}
+        self.tile: dict[str, Any] = {
+            "ACT": stack.sigma.name,
+            "FAST": fast,
+            "BB": ROWS,
+            "BR": COLUMNS,
+            "enable_fp_fusion": True,  # Triton 3.9 warns if this is left open
+        }
         self.tiles = -(-stack.samples // ROWS)
-        self.blocks = -(-max(stack.rows) // COLUMNS)
+        shape = (stack.layers, max(stack.rows))
+        self.ones = torch.ones(shape, device=stack.device)
         self.replay = Replay()
 
     def forward(
         self, y: Tensor, tensors: Tensors, save: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """y_N from y_0 (B, n) and, with `save`, what `backward` needs of the states."""
+        """y_N from y_0 (B, n) and, with `save`, the values that `backward` needs."""
         stack = self.stack
         saved = None
         if save:
@@ -148,7 +170,7 @@ class Kernel:
         def launch() -> None:
             self._begin(y, now)
             for s, (half, j, fraction) in enumerate(stack.order):
-                K, b, V = weights[half]
+                K, b, V, gains = weights[half]
                 x = now[half]
                 if save or self.factor != x.dtype:
                     source = sources[s % len(sources)].copy_(x)
@@ -156,9 +178,10 @@ class Kernel:
                 a = self._view(inner[s % len(inner)], half)
                 value = self._view(z, half)
                 torch.addmm(b[j], x, K[j].mT, out=a)
-                size = a.numel()
-                value_kernel[(-(-size // BLOCK),)](
-                    a, value, h[j:], fraction, size, **self.block
+                B, r = a.shape
+                grid = (self.tiles, -(-r // COLUMNS))
+                value_kernel[grid](
+                    a, value, gains[j], h[j:], fraction, B, r, **self.tile
                 )
                 add_product(now[self._moved(half)], value, V[j])
             torch.cat(now.unbind(0), -1, out=out)
@@ -170,7 +193,7 @@ class Kernel:
     def backward(
         self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
     ) -> list[Tensor | None]:
-        """The gradients of y_0 and of all tensors, from that of y_N."""
+        """The gradients of y_0 and of all tensors, given the gradient of y_N."""
         stack = self.stack
         out = torch.empty_like(g)
         buffer = g.new_empty(stack.size)
@@ -181,13 +204,12 @@ class Kernel:
         z = self._new(g, self.low)
         u = w if self.factor == self.low else self._new(g, self.low)
         low = w if self.low == g.dtype else self._new(g, self.low)
-        sums = g.new_empty(stack.steps, self.tiles, max(stack.rows))
-        dots = g.new_empty(stack.steps, self.tiles, self.blocks)
+        sums = g.new_empty(2, stack.steps, self.tiles, max(stack.rows))
         h: Any = tensors[0]
         weights = self._weights(tensors)
-        # The gradient of V goes to K where V is K.
+        # The gradient of V is added to that of K if V is K.
         outputs = [
-            grads[3 * half + (1 if kind == "same" else 3)]
+            grads[3 * half + (1 if kind in ("same", "gains") else 3)]
             for half, kind in enumerate(stack.outputs)
         ]
 
@@ -196,7 +218,7 @@ class Kernel:
             self._begin(g, now)
             for s, step in reversed(list(enumerate(stack.order))):
                 half, j, fraction = step
-                K, b, V = weights[half]
+                K, b, V, gains = weights[half]
                 dK = grads[3 * half + 1]
                 t = self._view(w, half)
                 slope = self._view(u, half)
@@ -215,14 +237,14 @@ class Kernel:
                     t,
                     slope,
                     value,
+                    gains[j],
                     h[j:],
                     fraction,
-                    sums[s],
-                    dots[s],
+                    sums[0, s],
+                    sums[1, s],
                     B,
                     r,
                     sums.shape[-1],
-                    self.blocks,
                     **self.tile,
                 )
                 add_product(dK[j], slope.mT, sources[s])  # pyright: ignore[reportOptionalSubscript]
@@ -230,10 +252,10 @@ class Kernel:
                 if into is not None:
                     add_product(into[j], value.mT, rounded)
                 add_product(now[half], t, K[j])
-            self._collect(sums, dots, grads)
+            self._collect(sums, h, weights, grads)
             torch.cat(now.unbind(0), -1, out=out)
 
-        used = [g, out, buffer, saved, now, low, w, u, z, sums, dots, h]
+        used = [g, out, buffer, saved, now, low, w, u, z, sums, h]
         self._run("backward", launch, used, weights)
         return [out, *grads]
 
@@ -243,27 +265,27 @@ class Kernel:
         return 1 - half if self.parts == 2 else half
 
     def _collect(
-        self, sums: Tensor, dots: Tensor, grads: list[Tensor | None]
+        self, sums: Tensor, h: Tensor, weights: Weights, grads: list[Any]
     ) -> None:
-        """The gradients of biases and steps, from the sums over each tile of each step."""
+        """The gradients of biases, gains and steps, from the sums over each tile of each step."""
         stack = self.stack
         moves = list(stack.scheme.ordered(stack.inverse))
-        N = stack.layers
-        by_layer = sums.view(N, len(moves), self.tiles, -1)
-        dots_by_layer = dots.view(N, len(moves), self.tiles, -1)
-        dh = 0.0
+        shape = (2, stack.layers, len(moves), self.tiles, -1)
+        by_layer = sums.view(shape).sum(3)
+        if stack.inverse:
+            by_layer = by_layer.flip(1)
         for e, (half, _, fraction) in enumerate(moves):
             r = stack.rows[half]
-            db: Any = grads[3 * half + 2]
-            total = by_layer[:, e, :, :r].sum(1)
-            db += total.flip(0) if stack.inverse else total
-            blocks = -(-r // COLUMNS)
-            dh = dh + fraction * dots_by_layer[:, e, :, :blocks].sum((1, 2))
-        if isinstance(dh, Tensor) and grads[0] is not None:
-            grads[0].copy_(dh.flip(0) if stack.inverse else dh)
+            slopes, dots = by_layer[:, :, e, :r]
+            dots = fraction * dots
+            grads[3 * half + 2] += slopes
+            if stack.outputs[half] == "gains":
+                grads[3 * half + 3] += h.unsqueeze(-1) * dots
+            if grads[0] is not None:
+                grads[0] += (weights[half][3][:, :r] * dots).sum(1)
 
     def _room(self, y: Tensor, saved: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Room for what each step reads (.., B, m), and for what sigma reads (.., B r)."""
+        """Memory for the inputs of each step (.., B, m), and for the inputs of sigma (.., B r)."""
         stack = self.stack
         B = stack.samples
         m = stack.width
@@ -282,7 +304,7 @@ class Kernel:
     def _new(
         self, y: Tensor, dtype: torch.dtype, parts: int | None = None
     ) -> Tensor:
-        """Room for both parts of a state (parts, B, m), or for a matrix of any of the widths."""
+        """Memory for both halves of a state (parts, B, m), or for a matrix of any of the widths."""
         stack = self.stack
         if parts is not None:
             return y.new_empty(parts, stack.samples, stack.width, dtype=dtype)
@@ -299,13 +321,18 @@ class Kernel:
         m = self.stack.width
         return flat[: self.stack.samples * m].view(-1, m)
 
-    def _weights(self, tensors: Tensors) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """K, b and V of each force; factors of products are rounded."""
+    def _weights(self, tensors: Tensors) -> Weights:
+        """K, b, V and the gains of each force; factors of products are rounded."""
         weights = []
         for force in self.stack.forces(tensors):
             K = force.K.to(self.factor)
-            V = K if force.V is None else force.V.to(self.factor)
-            weights.append((K, force.b.to(self.factor), V))
+            V = K
+            gains = self.ones
+            if force.V is not None and force.V.ndim == 2:
+                gains = force.V
+            elif force.V is not None:
+                V = force.V.to(self.factor)
+            weights.append((K, force.b.to(self.factor), V, gains))
         return weights
 
     def _rounded(self, target: Tensor, low: Tensor) -> Tensor:
@@ -315,7 +342,7 @@ class Kernel:
         return self._state(low).copy_(target)
 
     def _begin(self, y: Tensor, now: Tensor) -> None:
-        """Take y apart."""
+        """Split y into its halves."""
         halves = y.chunk(self.parts, -1)
         for half, place in zip(halves, now, strict=True):
             place.copy_(half)
@@ -325,7 +352,7 @@ class Kernel:
         name: str,
         launch: Callable[[], None],
         used: list[Tensor],
-        weights: list[tuple[Tensor, Tensor, Tensor]],
+        weights: Weights,
     ) -> None:
         if self.stack.device.type != "cuda":
             launch()
@@ -336,7 +363,7 @@ class Kernel:
 
 
 def add_product(into: Tensor, x: Tensor, W: Tensor) -> None:
-    """Into += x W, added up in float32 whatever the factors are."""
+    """Into += x W, added up in float32 for factors of any dtype."""
     if x.dtype == into.dtype:
         into.addmm_(x, W)
     elif x.is_cuda and EXACT_SUMS:
@@ -348,8 +375,8 @@ def add_product(into: Tensor, x: Tensor, W: Tensor) -> None:
 class Replay:
     """The launches of passes as CUDA graphs, by the addresses of all memory that they touch.
 
-    Nothing is copied: PyTorch gives out the same memory again and again as a training goes on. A
-    pass whose addresses are new is launched kernel by kernel, and recorded the second time.
+    Nothing is copied: PyTorch allocates the same memory again and again during training. A pass
+    whose addresses are new is launched kernel by kernel, and recorded the second time.
     """
 
     def __init__(self) -> None:
@@ -387,8 +414,8 @@ _places: dict[Any, Any] = {}
 def _recorded(launch: Callable[[], None], where: tuple[int, int]) -> Any:
     """The launches as a graph, recorded on another stream.
 
-    Graphs that run one after the other share a stream and a pool. What cuBLAS works in lies in
-    that pool, and so in memory that is there as long as one of these graphs.
+    Graphs that run one after the other share a stream and a pool. The workspace of cuBLAS is in
+    that pool, so it exists as long as one of these graphs.
     """
     current = torch.cuda.current_stream()
     if where not in _places:

@@ -59,25 +59,26 @@ class HamiltonianNet(Network):
 
     Integrators with a block-diagonal K (`K_p, K_q, b_p, b_q`, explicit): "semi_implicit_euler"
     (H2), "verlet", "yoshida4". With a full K (`K, b`): "forward_euler" (H1), and the implicit
-    "semi_implicit_euler_full" (ImplicitH2), "midpoint" and "discrete_gradient", which compile,
-    export and vmap as one operator but cannot be exported to ONNX. All but "forward_euler" and
-    "discrete_gradient" are symplectic; the latter keeps the energy of each layer instead.
+    "semi_implicit_euler_full" (ImplicitH2), "midpoint" and "discrete_gradient". The implicit
+    integrators run as one operator under `torch.compile`, `torch.export` and `vmap`, but cannot be
+    exported to ONNX. All but "forward_euler" and "discrete_gradient" are symplectic;
+    "discrete_gradient" keeps the energy of each layer instead.
 
     Args:
-        features: n, the size of a state; even where it is split into (p, q).
+        features: n, the size of a state; even if states are split into (p, q).
         layers: N, the number of steps.
         integrator: one of the integrators above.
-        X: makes `J = [[0, -X^T], [X, 0]]`: `(m, m)` with m = n/2, or `(N, m, m)`; by default I.
+        X: a block of `J = [[0, -X^T], [X, 0]]`: `(m, m)` with m = n/2, or `(N, m, m)`; default I.
         learn_X: train X too.
         J: a skew-symmetric matrix `(n, n)`, or `(N, n, n)`; by default `[[0, -I], [I, 0]]`.
         learn_J: train J too; it stays skew-symmetric.
-        rows: r, the rows of `K_p` and `K_q`; by default n/2.
+        rows: r, the number of rows of `K_p` and `K_q`; by default n/2.
         gains: learn a factor of any sign for each row, `K^T (a * sigma(K y + b))`, so that a force
-            can push and pull; without gains the energy of each layer is convex.
+            can push and pull; without gains a monotone activation makes each energy convex.
         sparsity: a block pattern R, or an `hdnn.Sparsity`, that K (and X or J) must have.
-        tol: the largest error of an implicit layer's equation; by default near rounding.
+        tol: the largest accepted error of an implicit layer's equation; by default near rounding.
         max_iter: the largest number of Newton steps in an implicit layer.
-        **options: those of `hdnn.networks.Network`.
+        **options: the options of `hdnn.networks.Network`.
 
     Examples:
         >>> import torch
@@ -117,7 +118,7 @@ class HamiltonianNet(Network):
         links = {"X": (X, learn_X), "J": (J, learn_J)}
         if links[other][0] is not None or links[other][1]:
             raise OptionError(
-                f"integrator {integrator!r} takes {name} and learn_{name} only."
+                f"integrator {integrator!r} accepts only {name} and learn_{name}."
             )
         self.stacked = (
             ("K_p", "K_q", "b_p", "b_q") if scheme.halves else ("K", "b")
@@ -171,8 +172,8 @@ class HamiltonianNet(Network):
         rounding = 8 * torch.finfo(dtype).eps * matrix.abs().amax((-2, -1))
         if name == "J" and not bool((defect <= rounding).all()):
             raise OptionError(
-                f"J must be skew-symmetric (J = -J^T), but max |J + J^T| = {defect.max():.3g}; "
-                "take J - J^T, or leave it out for the canonical one."
+                f"J must be skew-symmetric (J = -J^T), but max |J + J^T| = {defect.max():.3g}; use "
+                "J - J^T, or leave J out to get the canonical J."
             )
         return matrix
 
@@ -211,7 +212,7 @@ class HamiltonianNet(Network):
     def reset_parameters(
         self, generator: torch.Generator | None = None
     ) -> None:
-        """Draw all weights again; learned steps and a learned X or J go back to the first."""
+        """Draw all weights again; reset learned steps and a learned X or J."""
         super().reset_parameters(generator)
         if self.learn_X or self.learn_J:
             self.assign(self.linked, self.get_buffer("_first_link"))
@@ -250,7 +251,7 @@ class HamiltonianNet(Network):
         stored = 1 if self.tied else self.layers
         if sparsity.R.ndim == 3 and len(sparsity.R) != stored:
             raise OptionError(
-                f"R is given for {len(sparsity.R)} layers, but there are weights for {stored}."
+                f"R has patterns for {len(sparsity.R)} layers, but there are weights for {stored}."
             )
         if sparsity.S is not None and self.implicit:
             raise OptionError(
@@ -295,7 +296,7 @@ class HamiltonianNet(Network):
     def field(self) -> dict[str, Tensor]:
         """J, K `(N, r, n)` and b `(N, r)` of the ODE `y' = J K^T sigma(K y + b)`.
 
-        With gains also a `(N, r)`, the factors of sigma.
+        With gains, also a `(N, r)`, which multiplies sigma.
         """
         gains: list[Tensor] = []
         if self.scheme.halves:
@@ -328,14 +329,14 @@ class HamiltonianNet(Network):
     def coupling(self) -> Tensor:
         """The dependence of each implicit layer on its own result, `(N,)`; 0 for explicit layers.
 
-        Below 1 a layer has exactly one solution, whatever the state: see `hdnn.implicit.coupling`.
+        Below 1, a layer has exactly one solution for any state: see `hdnn.implicit.coupling`.
         """
         h = self.steps()
         if not self.implicit:
             return torch.zeros_like(h)
         (force,) = self.forces()
         A, B = force.K, force.output().mT
-        if self.scheme.paired:  # p alone is solved for
+        if self.scheme.paired:  # only p is solved for
             m = self.features // 2
             A = A[..., :m]
             B = B[..., :m, :]
@@ -345,7 +346,7 @@ class HamiltonianNet(Network):
 
     @torch.no_grad()
     def limit_coupling(self, limit: float = 0.95) -> None:
-        """Scale K down in place, in the layers whose coupling is above `limit`, to that limit.
+        """Scale down K in place so that no layer's coupling exceeds `limit`.
 
         In a midpoint or discrete gradient layer this scales all of K; in ImplicitH2 it scales only
         the blocks that H2 lacks, through which a row of K sees both p and q.
@@ -368,7 +369,7 @@ class HamiltonianNet(Network):
     # Making it again
 
     def config(self) -> dict[str, Any]:
-        """The constructor arguments of this network, as JSON can hold them."""
+        """The constructor arguments of this network, in a form that JSON can hold."""
         config = super().config()
         if parametrize.type_before_parametrizations(self) is HamiltonianNet:
             config["integrator"] = self.integrator
@@ -413,8 +414,8 @@ class HamiltonianNet(Network):
 class H1(HamiltonianNet):
     """Forward Euler: `y_{j+1} = y_j + h J_j K_j^T sigma(K_j y_j + b_j)`.
 
-    For a monotone activation `norm(dy_N/dy_j) >= 1` at any depth; for others nothing is promised.
-    Parameters K `(N, n, n)` and b `(N, n)`; options are those of `HamiltonianNet` with J.
+    For a monotone activation `norm(dy_N/dy_j) >= 1` at any depth; for other activations nothing is
+    promised. Parameters K `(N, n, n)` and b `(N, n)`; options are those of `HamiltonianNet` with J.
 
     Examples:
         >>> import torch
@@ -467,9 +468,9 @@ class ImplicitH2(HamiltonianNet):
         p_{j+1} = p_j - h X^T dH/dq(p_{j+1}, q_j)
         q_{j+1} = q_j + h X   dH/dp(p_{j+1}, q_j)
 
-    Symplectic as H2 is. A layer whose equation cannot be solved, because K and h are too large for
-    it, raises a `ConvergenceError` when it runs. Parameters K `(N, n, n)` and b `(N, n)`; options
-    are those of `HamiltonianNet` with X.
+    Symplectic, like H2. A layer whose equation cannot be solved, because K or h is too large,
+    raises a `ConvergenceError` when it runs. Parameters K `(N, n, n)` and b `(N, n)`; options are
+    those of `HamiltonianNet` with X.
 
     Examples:
         >>> import torch
@@ -492,7 +493,7 @@ class ImplicitH2(HamiltonianNet):
 def _newton(
     scheme: Scheme, tol: float | None, max_iter: int | None
 ) -> dict[str, Any]:
-    """The options of an implicit scheme that were given."""
+    """The options of an implicit scheme that the caller set."""
     options: dict[str, Any] = {}
     if tol is not None:
         options["tol"] = positive_float("tol", tol)
