@@ -65,7 +65,7 @@ $(DEMO_STAMP): $(INPUTS)
 	$(call set-up,the demo,cli$(comma)plot$(comma)fast,$(DEMO_STAMP))
 
 $(DEV_STAMP): $(INPUTS)
-	$(call set-up,tests$(comma) linters and the site,dev$(comma)docs$(comma)cli$(comma)plot$(comma)export$(comma)fast$(comma)gpu$(comma)graph$(comma)sklearn$(comma)tensorboard,$(DEMO_STAMP) $(DEV_STAMP))
+	$(call set-up,tests$(comma) linters and the site,dev$(comma)docs$(comma)cli$(comma)plot$(comma)export$(comma)fast$(comma)gpu$(comma)graph$(comma)hub$(comma)sklearn$(comma)tensorboard,$(DEMO_STAMP) $(DEV_STAMP))
 
 comma := ,
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -qq -c constraints.txt

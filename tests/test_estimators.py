@@ -8,9 +8,10 @@ import pytest
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_iris, make_circles
 from sklearn.linear_model import LogisticRegression, RidgeCV
+from torch.cuda import is_available as has_gpu
 
 from hdnn import HDNNClassifier, HDNNRegressor
-from hdnn.errors import DataError, HDNNError, TableWarning
+from hdnn.errors import DataError, HDNNError, OptionError, TableWarning
 
 QUICK = {"layers": 2, "epochs": 15, "weight_decay": 1e-3, "random_state": 0}
 
@@ -215,7 +216,7 @@ def test_targets_that_cannot_be_learned_are_named(iris):
     cases = [
         (HDNNClassifier, np.zeros(150), "only one class"),
         (HDNNClassifier, ["a", None, "b"] * 50, "missing"),
-        (HDNNClassifier, ["a", 1, "b"] * 50, "text and others"),
+        (HDNNClassifier, ["a", 1, "b"] * 50, "mixes text labels"),
         (HDNNRegressor, ["a", "b", "c"] * 50, "use HDNNClassifier"),
         (HDNNRegressor, np.full(150, np.nan), "NaN"),
     ]
@@ -291,3 +292,9 @@ def test_clones_have_the_options_and_nothing_learned(iris):
     assert not hasattr(again, "model_")
     assert model.transform(iris[0][:3]).shape == (3, 16)
     assert model.get_feature_names_out()[0] == "hdnnclassifier0"
+
+
+@pytest.mark.skipif(has_gpu(), reason="needs no GPU")
+def test_a_missing_gpu_is_named():
+    with pytest.raises(OptionError, match="no CUDA device is available"):
+        HDNNClassifier(device="cuda").fit(*load_iris(return_X_y=True))

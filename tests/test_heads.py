@@ -113,7 +113,7 @@ def test_a_model_is_head_after_net_after_augment(name):
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: Augment(3, 2), ShapeError, "take features >= 3"),
+        (lambda: Augment(3, 2), ShapeError, "use features >= 3"),
         (lambda: Augment(2, 4, "last"), OptionError, "'last' is not known"),
         (
             lambda: Augment(2, 4, [1, 1]),
@@ -180,3 +180,9 @@ def test_a_model_is_head_after_net_after_augment(name):
 def test_mistakes_get_one_sentence(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU")
+def test_a_missing_gpu_is_named():
+    with pytest.raises(OptionError, match="no CUDA device is available"):
+        LinearHead(4, 1, device="cuda")

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, prune
 
 import hdnn
 from hdnn import Augment, Model, io
-from hdnn.errors import CheckpointError
+from hdnn.errors import CheckpointError, OptionError
 from strategies import ACTIVATIONS, Random, seeds
 
 F64 = torch.float64
@@ -159,6 +159,138 @@ def test_a_note_stands_beside_the_model(tmp_path):
     }
 
 
+# Folders, and repositories of the Hugging Face Hub
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        hdnn.H1(4, 3, J=Random(0).skew(4), T=2.0),
+        hdnn.HamiltonianNet(4, 2, "verlet", learn_step=True),
+        small_model(),
+        hdnn.SigmoidHead(4, dtype=F64),
+        hdnn.HamiltonianUnit(4, 2, norm="both"),
+        hdnn.models.mnist_net("h2", layers=2),
+        hdnn.Reversible(
+            [
+                hdnn.Coupling(None, torch.nn.Linear(2, 2)),
+                hdnn.Leapfrog(torch.nn.Linear(2, 2), h=0.1),
+            ],
+            backprop="reversible",
+        ),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_model_comes_back_from_its_folder(tmp_path, model):
+    folder = tmp_path / "new" / "folder"
+    model.save_pretrained(folder)
+    again = type(model).from_pretrained(str(folder))
+    assert_same(model, again)
+    assert not again.training
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
+    assert io.read_json(folder / "config.json")["class"] == type(model).__name__
+    assert_same(model, io.load(folder / "model.safetensors"))
+
+
+def test_a_base_class_reads_its_subclasses_and_another_class_refuses(tmp_path):
+    hdnn.H2(4, 2).save_pretrained(tmp_path)
+    assert type(hdnn.networks.Network.from_pretrained(tmp_path)) is hdnn.H2
+    with pytest.raises(CheckpointError, match="of the class H2, not H1; use"):
+        hdnn.H1.from_pretrained(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write .* choose a fold"):
+        hdnn.H2(4, 2).save_pretrained(tmp_path / "file")
+
+
+def test_a_folder_needs_no_hub_and_another_name_says_what_to_install(tmp_path):
+    program = f"""
+import sys
+sys.modules["huggingface_hub"] = None  # cannot be imported
+import hdnn
+hdnn.H2(4, 2).save_pretrained({str(tmp_path)!r})
+print(hdnn.H2.from_pretrained({str(tmp_path)!r}))
+for method in (hdnn.H2.from_pretrained, hdnn.H2(4, 2).push_to_hub):
+    try:
+        method("user/name")
+    except hdnn.HDNNError as error:
+        print(error)
+"""
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
+    network, read, push = done.stdout.splitlines()
+    assert network.startswith("H2(4 features, 2 layers")
+    assert read.startswith("user/name is not a folder, and could not be read")
+    assert "pip install 'hdnn[hub]'" in read
+    assert "pip install 'hdnn[hub]'" in push
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The calls of a Hugging Face Hub that is a folder, and no network."""
+    module = pytest.importorskip("huggingface_hub")
+    calls = []
+
+    def create_repo(self, repo_id, **options):
+        calls.append((repo_id, options))
+        return module.RepoUrl(f"https://huggingface.co/user/{repo_id}")
+
+    def upload_folder(self, *, repo_id, folder_path, **options):
+        calls.append((repo_id, options))
+        repository = tmp_path / repo_id
+        repository.parent.mkdir()
+        os.rename(folder_path, repository)
+        os.mkdir(folder_path)
+        return f"https://huggingface.co/{repo_id}/commit/1"
+
+    def hf_hub_download(repo_id, filename, **options):
+        calls.append((repo_id, options))
+        if not (tmp_path / repo_id).is_dir():
+            raise module.errors.LocalEntryNotFoundError("no\nconnection")
+        return str(tmp_path / repo_id / filename)
+
+    monkeypatch.setattr(module.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(module.HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(module, "hf_hub_download", hf_hub_download)
+    return calls
+
+
+def test_a_model_comes_back_from_the_hub(hub):
+    model = small_model()
+    url = model.push_to_hub("name", private=True, commit_message="First")
+    assert url == "https://huggingface.co/user/name/commit/1"
+    created, uploaded = hub
+    assert created[0] == "name"
+    assert created[1]["private"]
+    assert uploaded[0] == "user/name"
+    assert uploaded[1]["commit_message"] == "First"
+    again = Model.from_pretrained("user/name", revision="main")
+    assert_same(model, again)
+    assert hub[-1] == ("user/name", {"revision": "main"})
+
+
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_one_sentence(hub):
+    with pytest.raises(CheckpointError) as caught:
+        hdnn.H2.from_pretrained("runs/nets")
+    assert str(caught.value) == (
+        "runs/nets is not a folder, and could not be read from the Hugging Face Hub: no connection"
+    )
+
+
+def test_a_class_of_a_user_with_the_mixin_keeps_its_guarantee(tmp_path):
+    mixin = pytest.importorskip("huggingface_hub").PyTorchModelHubMixin
+
+    class Mine(mixin, hdnn.H2):
+        pass
+
+    net = Mine(4, 3)
+    assert net.guarantee().holds
+    net.save_pretrained(tmp_path)
+    assert torch.equal(Mine.from_pretrained(tmp_path).K_p, net.K_p)
+
+
 class H2(hdnn.H2):
     """A class of a user, with the name of one of hdnn."""
 
@@ -220,7 +352,7 @@ def test_a_pickle_is_refused_and_not_run(tmp_path):
             return os.mkdir, (str(tmp_path / "run"),)
 
     (tmp_path / "bomb").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(CheckpointError, match="or something else"):
+    with pytest.raises(CheckpointError, match="or of another kind"):
         io.load(tmp_path / "bomb")
     assert not (tmp_path / "run").exists()
 
@@ -379,6 +511,25 @@ def test_sequences_of_known_layers_and_units_come_back(make, tmp_path):
     assert copy.state_dict().keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
         assert torch.equal(copy.state_dict()[name], tensor)
+
+
+def test_a_module_that_occurs_twice_in_a_sequence_comes_back_twice(tmp_path):
+    relu = torch.nn.ReLU()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), relu, relu)
+    hdnn.save(model, tmp_path / "model.safetensors")
+    assert repr(hdnn.load(tmp_path / "model.safetensors")) == repr(model)
+
+
+def test_a_block_of_a_function_is_not_written(tmp_path):
+    with pytest.raises(CheckpointError, match="this Coupling cannot be saved"):
+        hdnn.save(hdnn.Coupling(torch.tanh), tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU")
+def test_a_missing_gpu_is_named(saved):
+    with pytest.raises(OptionError, match="no CUDA device is available"):
+        io.load(saved, device="cuda")
 
 
 def test_a_sequence_with_a_layer_of_ones_own_is_not_written(tmp_path):

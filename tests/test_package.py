@@ -18,6 +18,7 @@ SOURCE = ROOT / "src" / "hdnn"
 # What the extras install, by the names under which it is imported.
 OPTIONAL = (
     "PIL",
+    "huggingface_hub",
     "matplotlib",
     "mpi4py",
     "numba",

@@ -1,4 +1,4 @@
-"""Errors and warnings: one clear sentence that says what was given, what is needed, what to do."""
+"""Errors and warnings: each message says what was given, what is needed and what to do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "ConvergenceError",
     "DataError",
+    "DriftWarning",
     "DtypeError",
     "GridWarning",
     "HDNNError",
@@ -38,7 +39,7 @@ class HDNNError(ValueError):
 
 
 class OptionError(HDNNError):
-    """A wrong argument: an unknown name, a step that is not positive, options that exclude others.
+    """A wrong argument: an unknown name, a step that is not positive, conflicting options.
 
     Examples:
         >>> import hdnn
@@ -61,7 +62,7 @@ class DataError(HDNNError):
 
 
 class CheckpointError(HDNNError):
-    """A file that cannot be written, or does not hold what it should."""
+    """A file that cannot be written, or that does not hold the expected contents."""
 
 
 class ConvergenceError(HDNNError):
@@ -77,7 +78,11 @@ class ReversalWarning(UserWarning):
 
 
 class GridWarning(UserWarning):
-    """A state, or a change of it, that is hardly larger than the steps of its grid."""
+    """A state, or a change of a state, that is hardly larger than the steps of its grid."""
+
+
+class DriftWarning(UserWarning):
+    """Trajectories that a flow map cannot follow: energy is lost, or the times are uneven."""
 
 
 class TableWarning(UserWarning):
@@ -85,7 +90,7 @@ class TableWarning(UserWarning):
 
 
 def choose(name: str, value: object, options: Iterable[str]) -> str:
-    """The value, if it is one of the options; else an error that suggests the nearest."""
+    """The value, if it is one of the options; otherwise an error that suggests the nearest."""
     names = sorted(options)
     if value in names:
         return str(value)
@@ -124,6 +129,6 @@ def require(module: str, *, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtraError(
-            f"{module} is needed here but cannot be imported ({error}); "
-            f"install it with: pip install 'hdnn[{extra}]'"
+            f"{module} is required here, but cannot be imported ({error}); install it with: pip "
+            f"install 'hdnn[{extra}]'"
         ) from error

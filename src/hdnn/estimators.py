@@ -1,7 +1,7 @@
 """For scikit-learn: a classifier and a regressor for tables with numbers, text and gaps.
 
-Rows that are held out choose between a linear model, which is solved for, and networks with weaker
-and weaker weight decay; they also decide how much to shrink the scores towards those of a constant.
+Held-out rows choose between a linear model, which is solved for, and networks with weaker and
+weaker weight decay; they also decide how much to shrink the scores towards a constant's.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hdnn.heads import (
     SoftmaxHead,
     roomy_width,
 )
+from hdnn.io import new_tensor
 from hdnn.networks import BY_NAME
 
 require("sklearn", extra="sklearn")
@@ -66,17 +67,15 @@ WORTH = 0.99
 # and where it raises the loss by this one, even more flexible ones are not tried.
 WORSE = 1.05
 HELD_OUT = 0.2
-FEW = (300, 600)  # rows, below which they are held out in more ways
-SEARCHED = 10_000  # rows, at most, that the choice looks at
-MERGED = (
-    100_000  # rows, up to which those that are repeated are one with a weight
-)
+FEW = (300, 600)  # below so many rows, they are held out in more ways
+SEARCHED = 10_000  # rows that the choice uses, at most
+MERGED = 100_000  # up to so many rows, repeated rows become one with a weight
 LEAST = 3  # epochs
 SCORES = 2**21  # of a minibatch, at most: rows times classes
 INPUTS = 64  # of a network, at most: more columns are projected, or
-BEST = (64, 16)  # so many looked at, those that tell most by themselves
+BEST = (64, 16)  # so many used, those that tell most by themselves
 STEPS = 1600  # of the optimiser; fewer for few rows and wide networks
-TRIED = 0.5  # of the steps, in a training that only judges a weight decay
+TRIED = 0.5  # share of the steps, in training that only judges a weight decay
 SURE = 0.7  # the scale of scores from which longer training does no harm
 WIDE = 32  # features
 RATE = 1.5e-2
@@ -84,7 +83,7 @@ RIDGE = 0.1  # of the weight decay
 GAIN = 1.5  # of the initial weights: smaller ones wait long at the identity
 FAINT = 1e-3  # of those of a linear model, which can still learn more
 CHUNK = 2**16  # rows that run through the network at once
-CERTIFIED = 100  # training rows that a certificate looks at
+CERTIFIED = 100  # training rows in a certificate
 CURVED = ("mlp", "ms1", "ms2")  # not linear, however small their weights are
 
 
@@ -104,7 +103,7 @@ class Rows(NamedTuple):
         return weight / weight.sum()
 
     def along(self, directions: Tensor | None) -> Rows:
-        """The rows seen in these directions `(inputs, fewer)`; None for all inputs."""
+        """The rows projected on these directions `(inputs, fewer)`; None for all inputs."""
         if directions is None:
             return self
         return self._replace(x=self.x @ directions)
@@ -118,14 +117,14 @@ class Rows(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What held-out rows decided.
+    """A choice of model and options that held-out rows made.
 
     Attributes:
-        loss: of the held-out rows.
-        columns: the number of inputs that are looked at, those that tell most; 0 for all.
-        penalty: of the linear model, for a row.
-        decay: the weight decay of the network; None where the linear model is better.
-        scale: how much of the scores is kept, from those of a constant on.
+        loss: the loss on the held-out rows.
+        columns: the number of inputs that are used, the most informative ones; 0 for all.
+        penalty: the penalty of the linear model, for each row.
+        decay: the weight decay of the network; None if the linear model is better.
+        scale: the factor of the scores' difference from the scores of a constant.
     """
 
     loss: float = np.inf
@@ -139,7 +138,7 @@ class Choice(NamedTuple):
 class _Estimator(
     ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
 ):
-    """Options, training and inputs; classifier and regressor differ in their targets."""
+    """The options, training and inputs that classifier and regressor share."""
 
     network: str = field(default="h2", kw_only=False)
     layers: int = 16
@@ -165,19 +164,19 @@ class _Estimator(
     # Learning
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Learn from a table, from the beginning.
+        """Fit the model to a table, starting from scratch.
 
         Args:
             X: a table (samples, columns): an array, or a data frame with numbers, text and gaps.
-            y: labels of any type, or for a regression values (samples,) or (samples, values).
-            sample_weight: a weight for each sample. Only ratios count: a sample of weight 0 is
-                as good as absent, one of weight 2 counts twice.
+            y: labels of any type, or for regression values (samples,) or (samples, values).
+            sample_weight: a weight for each sample. Only ratios matter: a sample with weight 0
+                counts as absent, one with weight 2 counts twice.
 
         Returns:
             The estimator itself.
 
         Raises:
-            DataError: if there is nothing to learn from X and y, such as one class only.
+            DataError: if X and y cannot be learned from, for example if there is only one class.
             OptionError: if an option is out of range.
         """
         rows = self._read(X, y, sample_weight)
@@ -198,7 +197,7 @@ class _Estimator(
         classes: Any = None,
         reset: bool = True,
     ) -> Rows:
-        """Rows to learn from; `reset` learns columns and targets first."""
+        """The rows to learn from; `reset` learns columns and targets first."""
         frame = self._frame(X, reset)
         if y is None:
             raise DataError(
@@ -235,14 +234,14 @@ class _Estimator(
         return self._rows(self._inputs(frame), y, weight)
 
     def _begin(self, y: np.ndarray, weight: Any = None) -> None:
-        """Learn the classes or the scale of the targets, and forget everything else."""
+        """Learn the classes or the scale of the targets, and reset everything else."""
         own: Any = self
         self._outputs = own._learn_target(y, weight)
         self._seed = _seed(self.random_state)
         self.n_iter_ = 0
 
     def _rows(self, x: Tensor, y: np.ndarray, weight: Any = None) -> Rows:
-        """Rows to learn from, of inputs and targets; of few rows equal ones are merged."""
+        """The rows to learn from; if there are few rows, equal rows are merged."""
         own: Any = self
         t, factor = own._encode_target(y)
         if factor is not None:
@@ -261,7 +260,7 @@ class _Estimator(
     # The choice
 
     def _choose(self, rows: Rows) -> Choice:
-        """The model with the lowest loss of held-out rows."""
+        """The choice with the lowest loss on held-out rows."""
         wide = rows.x.shape[1] > INPUTS
         if self.weight_decay is not None and not wide:
             return Choice(decay=self.weight_decay)
@@ -286,7 +285,7 @@ class _Estimator(
         return best
 
     def _folds(self, rows: Rows) -> list[tuple[Rows, Rows, Tensor]]:
-        """Rows to train on, rows to hold out and a constant's scores; none of too few rows."""
+        """Rows to train on, rows to hold out and a constant's scores; empty for too few rows."""
         size = len(rows.x)
         if size > SEARCHED:
             labels = rows.t.numpy(force=True)
@@ -303,7 +302,7 @@ class _Estimator(
         return [(train, held, _constant(train)) for train, held in halves]
 
     def _judged(self, folds: Sequence[Any], choice: Choice) -> Choice:
-        """A choice with its held-out loss, at the scale where it is lowest."""
+        """A choice with its held-out loss, at the scale where that loss is lowest."""
         losses = np.zeros(len(SCALES))
         choice = choice._replace(scale=1.0)
         for train, held, constant in folds:
@@ -332,7 +331,7 @@ class _Estimator(
     # The model
 
     def _model_for(self, rows: Rows, choice: Choice) -> Rows:
-        """Make a new model, a linear one at once; the rows as it takes them."""
+        """Make a new model (a linear model is solved at once); return the rows as its inputs."""
         D, linear = self._view(rows, choice)
         if D is not None:
             self.encoder_.directions = D.T.tolist()
@@ -350,9 +349,9 @@ class _Estimator(
     def _view(self, rows: Rows, choice: Choice) -> tuple[Tensor | None, Any]:
         """The directions `(inputs, fewer)` in which a table is seen, and a linear model of these.
 
-        None stands for all inputs, if they are few. Of many the directions are the inputs that tell
-        most about the target, or the scores of the linear model of all and, for a network,
-        principal components. A network needs no linear model.
+        None means all inputs, if there are few. With many inputs, the directions are the inputs
+        that tell most about the target, or the scores of the linear model of all inputs and, for a
+        network, principal components. A network needs no linear model.
         """
         x = rows.x
         penalty = choice.penalty
@@ -421,9 +420,9 @@ class _Estimator(
         share: float = 1.0,
         **options: Any,
     ) -> training.History:
-        """Train a model by a choice of the held-out rows, in a share of the steps.
+        """Train the model that the held-out rows chose, for a share of the steps.
 
-        Where its scores had to be shrunk, it is trained no longer than it was judged.
+        If its scores had to be shrunk, it is trained no longer than when it was judged.
         """
         if choice.scale < SURE:
             share = TRIED
@@ -447,7 +446,7 @@ class _Estimator(
     def _recipe(
         self, model: Model, rows: Rows, decay: float, share: float
     ) -> dict[str, Any]:
-        """The options of a training; those of the estimator come first."""
+        """The options of training; the estimator's options take precedence."""
         count = len(rows.x)
         head: Any = model.head
         narrow = min(1.0, WIDE / head.features)
@@ -478,7 +477,7 @@ class _Estimator(
     def _hold_out(
         self, rows: Rows, fraction: float, fold: int = 0
     ) -> tuple[Rows, Rows]:
-        """Rows to train on and to hold out; rows of equal inputs stay together."""
+        """Rows to train on and to hold out; rows with equal inputs are kept together."""
         if not 0 < fraction < 1:
             raise OptionError(
                 f"validation_fraction must be between 0 and 1, but got {fraction!r}."
@@ -493,8 +492,8 @@ class _Estimator(
         is_held = np.isin(number, apart)
         if not is_held.any():
             raise DataError(
-                f"{len(labels)} samples are too few to hold out {fraction:g} of them; give more, "
-                "or hold out a larger fraction."
+                f"{len(labels)} samples are too few to hold out {fraction:g} of them; provide "
+                "more, or hold out a larger fraction."
             )
         return rows.take(~is_held), rows.take(is_held)
 
@@ -509,7 +508,7 @@ class _Estimator(
     def _more(
         self, X: Any, y: Any, sample_weight: Any, classes: Any = None
     ) -> Self:
-        """One epoch on these samples, from where the model is."""
+        """Train the present model for one more epoch on these samples."""
         is_new = not self.__sklearn_is_fitted__()
         rows = self._read(X, y, sample_weight, classes, is_new)
         if is_new:
@@ -523,14 +522,14 @@ class _Estimator(
 
     @property
     def certificate_(self) -> analysis.Certificate:
-        """What is promised of the gradients, and seen at some of the training samples."""
+        """The certificate of the model's gradients at some of the training samples."""
         check_is_fitted(self)
         return analysis.certify(
             self.model_, self._sample, points="training points"
         )
 
     def transform(self, X: Any) -> np.ndarray:
-        """The features that the output layer sees, for a table X: (samples, features)."""
+        """The inputs of the output layer for a table X: (samples, features)."""
         return self._run("features", X)
 
     @torch.no_grad()
@@ -543,11 +542,12 @@ class _Estimator(
         return torch.cat(chunks).numpy(force=True)
 
     def _inputs(self, frame: pd.DataFrame) -> Tensor:
+        device = new_tensor(None, self.device).device
         inputs = self.encoder_.transform(frame, "float32")
-        return torch.as_tensor(inputs, device=self.device)
+        return torch.as_tensor(inputs, device=device)
 
     def _frame(self, X: Any, reset: bool) -> pd.DataFrame:
-        """X as a data frame with names of text."""
+        """X as a data frame whose column names are strings."""
         if isinstance(X, pd.DataFrame):
             validate_data(self, X, reset=reset, skip_check_array=True)  # pyright: ignore[reportArgumentType]
         else:
@@ -578,7 +578,7 @@ class _Estimator(
         return self.model_.net.features
 
     def __sklearn_is_fitted__(self) -> bool:
-        # Not after a training that failed.
+        # Not after training that failed.
         return getattr(self, "n_iter_", 0) > 0
 
     def __sklearn_tags__(self) -> Any:
@@ -590,11 +590,11 @@ class _Estimator(
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class HDNNClassifier(ClassifierMixin, _Estimator):
-    """A deep Hamiltonian network for two or more classes, as an estimator of scikit-learn.
+    """A deep Hamiltonian network for two or more classes, as a scikit-learn estimator.
 
-    Columns are standardised and placed among zeros; the network's last state goes to a linear
-    output layer. At every layer of the default network, at least one direction of the gradient is
-    not shrunk, at any depth. Options are checked by `fit`.
+    Columns are standardised and padded with zeros; the network's last state goes to a linear output
+    layer. At every layer of the default network, at any depth, at least one direction of the
+    gradient is not shrunk. `fit` checks the options.
 
     Args:
         network: "h1", "h2", "implicit_h2", "verlet", "yoshida4", "midpoint", "discrete_gradient",
@@ -603,34 +603,37 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
         features: the width of the network; by default three times the inputs, but at least 16 and
             at most 24 more than the inputs.
         activation: one of `hdnn.activations`.
-        T: the time that the layers span together. Not for "mlp".
-        epochs: passes over the data, of a network in any case; by default as many as make 1,600
-            steps, fewer for few rows and wide networks, and a linear model may be chosen instead.
-        batch: samples for each step; by default an eighth of them, 64 to 512.
-        learning_rate: the largest rate; it rises for a fifth of the steps, then falls to zero.
-        weight_decay: shrinks the model towards a linear one. By default held-out rows decide;
-            a number is used as it is.
-        ridge: penalty on the output layer; by default a tenth of the weight decay.
-        smoothness: penalty on the differences between neighbouring layers.
-        categorical: names, positions or a mask of columns whose numbers are categories; text is so
-            by itself.
-        missing: "fill" missing values by the median, with one more input that says where; or
-            "refuse" them.
-        early_stopping: end when the loss of held-out samples has stopped to fall, and go back to
-            the best epoch.
-        validation_fraction: of the samples, that early stopping holds out.
-        n_iter_no_change: epochs without a lower loss after which early stopping ends.
+        T: the time that all layers span. Not for "mlp".
+        epochs: the number of passes over the data; a given number always trains a network. By
+            default enough for 1,600 steps, fewer for few rows and wide networks, and a linear model
+            may be chosen instead.
+        batch: the number of samples for each step; by default an eighth of all, 64 to 512.
+        learning_rate: the largest learning rate, which is reached after a fifth of the steps; the
+            rate then falls to zero.
+        weight_decay: the penalty that shrinks the model towards a linear one; by default chosen
+            with held-out rows.
+        ridge: the penalty on the output layer; by default a tenth of the weight decay.
+        smoothness: the penalty on the differences between neighbouring layers.
+        categorical: names, positions or a mask of columns whose numbers are categories; text
+            columns always are.
+        missing: "fill" missing values with the median and mark them in an extra input, or "refuse"
+            them.
+        early_stopping: stop when the loss on held-out samples no longer falls, and restore the
+            model of the best epoch.
+        validation_fraction: the fraction of the samples that early stopping holds out.
+        n_iter_no_change: the number of epochs without a lower loss after which training stops
+            early.
         device: "cpu" or "cuda".
-        random_state: seed of weights, held-out rows and order of samples.
-        verbose: write what became of the columns, and how the training goes, to stderr.
+        random_state: the seed for weights, held-out rows and the order of samples.
+        verbose: report to stderr how columns are used and how training progresses.
         class_weight: None, "balanced", or a weight for each class as a dictionary.
 
     Attributes:
-        classes_: the labels, in the order of probabilities.
+        classes_: the labels, in the order of the probabilities.
         model_: the trained `hdnn.Model`.
-        encoder_: what was learned of the columns, a `hdnn.data.tables.Encoder`.
-        history_: loss and accuracy of each epoch, a `hdnn.training.History`.
-        certificate_: what is promised of the gradients and holds at training samples.
+        encoder_: the encoding of the columns, a `hdnn.data.tables.Encoder`.
+        history_: the loss and accuracy of each epoch, a `hdnn.training.History`.
+        certificate_: the guarantee for the gradients, checked at training samples.
 
     Examples:
         >>> from hdnn import HDNNClassifier
@@ -648,12 +651,12 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
     def partial_fit(
         self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
     ) -> Self:
-        """Learn one epoch more, on these samples, from where the model is.
+        """Train the present model for one more epoch, on these samples.
 
         Args:
             X: a table (samples, columns).
             y: a label for each sample.
-            classes: all labels; needed at the first call.
+            classes: all labels; needed in the first call.
             sample_weight: a weight for each sample.
         """
         if self.class_weight == "balanced":
@@ -667,7 +670,7 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
         return self._more(X, y, sample_weight, classes)
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Scores (samples,) of two classes or (samples, classes), before they are probabilities."""
+        """Scores before probabilities: (samples,) for two classes, or (samples, classes)."""
         scores = self._run("forward", X)
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
@@ -689,7 +692,7 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
         is_text = {isinstance(label, str) for label in y}
         if len(is_text) > 1:
             raise DataError(
-                "y has labels of text and others; make all of them text."
+                "y mixes text labels with others; convert all labels to text."
             )
         check_classification_targets(y)
         return y
@@ -705,7 +708,7 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
         if count > MANY:
             raise DataError(
                 f"y has {count} classes, such as {self.classes_.tolist()[0]!r}, but at most {MANY} "
-                "can be told apart; merge rare classes, or learn values."
+                "are supported; merge rare classes, or use HDNNRegressor for values."
             )
         return 1 if count == 2 else count
 
@@ -724,10 +727,10 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
-    """A deep Hamiltonian network for one value or several, as an estimator of scikit-learn.
+    """A deep Hamiltonian network for one or several values, as a scikit-learn estimator.
 
-    Options and attributes are those of `HDNNClassifier`, without classes. Values are standardised
-    inside, as columns are.
+    Options and attributes are those of `HDNNClassifier`, except those about classes. Values are
+    standardised internally, like columns.
 
     Examples:
         >>> from hdnn import HDNNRegressor
@@ -741,7 +744,7 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
     regression: ClassVar[bool] = True
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Learn one epoch more, on these samples, from where the model is.
+        """Train the present model for one more epoch, on these samples.
 
         Args:
             X: a table (samples, columns).
@@ -751,7 +754,7 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
         return self._more(X, y, sample_weight)
 
     def predict(self, X: Any) -> np.ndarray:
-        """The values for each row of X, in the shape of the y that was learned from."""
+        """The values for each row of X, shaped like the y passed to `fit`."""
         outputs = self._run("predict", X)
         values = self._scaler.inverse_transform(outputs)
         return values[:, 0] if self._flat else values
@@ -766,8 +769,8 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
         is_finite = np.isfinite(y).all()
         if not is_finite or y.ndim not in (1, 2):
             raise DataError(
-                "y must be finite numbers (samples,) or (samples, values); it has missing values, "
-                "NaN or infinity, or another shape."
+                "y must be finite numbers (samples,) or (samples, values); it has NaN or infinite "
+                "values, or a different shape."
             )
         return y
 
@@ -787,7 +790,7 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
 
 
 def _loss(scores: Tensor, rows: Rows) -> float:
-    """The mean loss of rows by their weights: targets are values, or labels of classes."""
+    """The weighted mean loss of rows; targets are values or class labels."""
     t = rows.t
     if t.is_floating_point():
         losses = (scores - t).square().mean(1)
@@ -799,7 +802,7 @@ def _loss(scores: Tensor, rows: Rows) -> float:
 
 
 def _constant(rows: Rows) -> Tensor:
-    """The scores with the lowest loss that are the same for all rows."""
+    """The scores with the lowest loss among scores that are the same for all rows."""
     nothing = torch.zeros(len(rows.x), 1).to(rows.x)
     return _linear(rows._replace(x=nothing), 1.0).bias
 
@@ -809,7 +812,7 @@ def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
     x = rows.x.double().numpy(force=True)
     share = rows.share.double().numpy(force=True)
     basis = None
-    if x.shape[1] > len(x):  # the same problem in as many unknowns as rows
+    if x.shape[1] > len(x):  # the same problem with as many unknowns as rows
         basis, R = np.linalg.qr(x.T)
         x = R.T
     t = rows.t.numpy(force=True)
@@ -817,7 +820,7 @@ def _linear(rows: Rows, penalty: float) -> torch.nn.Linear:
     if rows.t.is_floating_point():
         model = Ridge(penalty)
     with warnings.catch_warnings():
-        # Of steps that were not enough.
+        # Too few iterations of the solver.
         warnings.simplefilter("ignore")
         model.fit(x, t, share)
     W = np.atleast_2d(model.coef_)
@@ -846,7 +849,7 @@ def _row_numbers(*columns: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _seed(random_state: Any) -> int:
-    """A whole number is the seed itself; else it is drawn."""
+    """The seed: a whole number as it is, otherwise a drawn number."""
     random = check_random_state(random_state)
     if isinstance(random_state, Integral):
         return int(random_state)
@@ -854,7 +857,7 @@ def _seed(random_state: Any) -> int:
 
 
 def _names(categorical: Any, frame: pd.DataFrame) -> Sequence[str]:
-    """Names of columns that were given by name, by position or by a mask."""
+    """The names of columns given by name, by position or by a mask."""
     if categorical is None:
         return ()
     try:

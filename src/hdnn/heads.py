@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdnn.errors import DataError, OptionError, ShapeError, choose, positive_int
+from hdnn.io import HubModule, new_tensor
 from hdnn.networks import Network
 from hdnn.networks.network import normal
 
@@ -24,14 +25,14 @@ __all__ = [
 ]
 
 
-class Augment(nn.Module):
+class Augment(HubModule):
     """The first state, `y_0`: x placed among zeros, `(*batch, inputs)` to `(*batch, features)`.
 
     Args:
         inputs: the number of features of x.
         features: n of the network that follows; at least `inputs`.
-        placement: "split" puts the first half of x at the start of p and the second half at the
-            end of q (x1 into the first p-entry, x2 into the last q-entry: the published
+        placement: "split" puts the first half of x at the start of p and the second half at the end
+            of q (x1 into the first p-entry, x2 into the last q-entry, as in the published
             experiments); "first" puts all of x first, (x, 0), as in the paper's text; or give the
             positions themselves.
 
@@ -67,7 +68,7 @@ class Augment(nn.Module):
         if len(set(positions) & set(range(features))) != inputs:
             raise ShapeError(
                 f"{inputs} inputs need as many different positions in 0 .. {features - 1}, but got "
-                f"{positions}; take features >= {inputs}."
+                f"{positions}; use features >= {inputs}."
             )
         self.register_buffer(
             "positions", torch.tensor(positions), persistent=False
@@ -113,10 +114,10 @@ class Augment(nn.Module):
 
 
 def roomy_width(inputs: int) -> int:
-    """A number of features that suits a number of inputs: the width of networks for a table.
+    """The width of a network for this number of inputs, such as the columns of a table.
 
-    Three times the inputs, which gives room to unfold them, but at least 16, and at most 24 more
-    than the inputs. Even, as (p, q) requires.
+    The width is three times the number of inputs, which gives room to unfold the data, but at least
+    16 and at most 24 more than the inputs. It is even, as (p, q) requires.
 
     Args:
         inputs: the number of features of x.
@@ -130,15 +131,15 @@ def roomy_width(inputs: int) -> int:
     return n + n % 2
 
 
-class LinearHead(nn.Module):
-    """Scores `W y + w`, from `(*batch, n)` to `(*batch, outputs)`, without a loss of their own.
+class LinearHead(HubModule):
+    """Scores `W y + w`, from `(*batch, n)` to `(*batch, outputs)`, without a loss function.
 
     Args:
-        features: n of the network in front.
+        features: n of the network before this head.
         outputs: the number of scores.
-        generator: of the initial weights; by default PyTorch's global one.
-        dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default PyTorch's default device.
+        generator: the random generator for the initial weights; by default PyTorch's global one.
+        dtype: the dtype of the weights; by default `torch.get_default_dtype()`.
+        device: the device of the weights; by default PyTorch's default device.
 
     Examples:
         >>> import torch
@@ -162,12 +163,9 @@ class LinearHead(nn.Module):
         super().__init__()
         self.features = positive_int("features", features)
         self.outputs = positive_int("outputs", outputs)
-        self.weight = nn.Parameter(
-            torch.empty(outputs, features, dtype=dtype, device=device)
-        )
-        self.bias = nn.Parameter(
-            torch.empty(outputs, dtype=dtype, device=device)
-        )
+        like = new_tensor(dtype, device)
+        self.weight = nn.Parameter(like.new_empty(outputs, features))
+        self.bias = nn.Parameter(like.new_empty(outputs))
         self.reset_parameters(generator)
 
     @torch.no_grad()
@@ -177,7 +175,7 @@ class LinearHead(nn.Module):
         """Draw W from N(0, 1/n) again, and set w = 0.
 
         Args:
-            generator: of the weights; by default PyTorch's global one.
+            generator: the random generator for the weights; by default PyTorch's global one.
         """
         if self.weight.is_meta:
             return
@@ -206,7 +204,7 @@ class LinearHead(nn.Module):
 
 
 class RegressionHead(LinearHead):
-    """Values `W y + w`, trained by the mean squared error. Arguments as in `LinearHead`.
+    """Values `W y + w`, trained with the mean squared error. Arguments as in `LinearHead`.
 
     Examples:
         >>> import torch
@@ -221,8 +219,8 @@ class RegressionHead(LinearHead):
         """The mean squared error.
 
         Args:
-            scores: `(*batch, outputs)`, as the head gives them.
-            t: targets of the same shape; `(*batch,)` will do for one output.
+            scores: the output of the head, `(*batch, outputs)`.
+            t: targets of the same shape; with one output, `(*batch,)` also works.
 
         Raises:
             DataError: if t is not a tensor of that shape.
@@ -237,12 +235,12 @@ class RegressionHead(LinearHead):
 
 
 class SoftmaxHead(LinearHead):
-    """Class probabilities `softmax(W y + w)`, trained by the cross-entropy; labels start at 0.
+    """Class probabilities `softmax(W y + w)`, trained with the cross-entropy; labels start at 0.
 
     Args:
-        features: n of the network in front.
+        features: n of the network before this head.
         classes: the number of classes, at least 2.
-        **options: those of `LinearHead`.
+        **options: the options of `LinearHead`.
 
     Examples:
         >>> import torch
@@ -273,7 +271,7 @@ class SoftmaxHead(LinearHead):
         """The cross-entropy.
 
         Args:
-            scores: `(*batch, classes)`, as the head gives them.
+            scores: the output of the head, `(*batch, classes)`.
             t: labels `(*batch,)`, whole numbers from 0 to classes-1.
 
         Raises:
@@ -298,11 +296,11 @@ class SoftmaxHead(LinearHead):
 
 
 class SigmoidHead(LinearHead):
-    """One probability `sigmoid(W y + w)` for two classes 0 and 1, as in the planar experiments.
+    """One probability `sigmoid(W y + w)` for the classes 0 and 1, as in the planar experiments.
 
     Args:
-        features: n of the network in front.
-        **options: those of `LinearHead`.
+        features: n of the network before this head.
+        **options: the options of `LinearHead`.
 
     Examples:
         >>> import torch
@@ -323,11 +321,11 @@ class SigmoidHead(LinearHead):
         """The binary cross-entropy.
 
         Args:
-            scores: `(*batch, 1)`, as the head gives them.
+            scores: the output of the head, `(*batch, 1)`.
             t: labels 0 and 1, `(*batch,)` or `(*batch, 1)`.
 
         Raises:
-            DataError: if t is not a tensor of such a shape.
+            DataError: if t is not a tensor of one of these shapes.
         """
         _check_targets(t, scores.shape[:-1], scores.shape)
         target = t.to(scores.dtype).reshape(scores.shape)
@@ -348,13 +346,13 @@ HEADS: dict[str, type[LinearHead]] = {
 }
 
 
-class Model(nn.Module):
+class Model(HubModule):
     """A network that can be trained, saved and certified: x -> augment -> N layers -> head.
 
     Args:
-        augment: an `hdnn.Augment` that makes y_0 from x; without one (None), y_0 is x.
+        augment: an `hdnn.Augment` that makes y_0 from x; if None, y_0 is x.
         net: a network of hdnn, such as `hdnn.H2`.
-        head: one of `hdnn.heads`, such as `hdnn.SoftmaxHead`.
+        head: a head of `hdnn.heads`, such as `hdnn.SoftmaxHead`.
 
     Raises:
         OptionError: if a submodule is of the wrong kind.
@@ -395,7 +393,7 @@ class Model(nn.Module):
         """Draw all weights again, first the network's and then the head's.
 
         Args:
-            generator: of the weights; by default PyTorch's global one.
+            generator: the random generator for the weights; by default PyTorch's global one.
         """
         for module in self.children():
             module.reset_parameters(generator)  # pyright: ignore[reportCallIssue]
@@ -420,7 +418,7 @@ class Model(nn.Module):
         return self.net.trajectory(self.embed(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores: logits, or the values of a regression, `(*batch, outputs)`.
+        """Scores: logits, or regression values, `(*batch, outputs)`.
 
         Args:
             x: inputs `(*batch, inputs)`.
@@ -432,11 +430,11 @@ class Model(nn.Module):
         return self.head(self.net(self.embed(x)))
 
     def loss(self, x: Tensor, t: Tensor) -> Tensor:
-        """The head's own loss, a tensor of one number.
+        """The loss of the head, a tensor with one number.
 
         Args:
             x: inputs `(*batch, inputs)`.
-            t: labels or target values, as the head takes them.
+            t: labels or target values, as the head expects them.
 
         Raises:
             DataError: if t does not fit the head.
@@ -446,7 +444,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
-        """Class labels `(*batch,)`, or the values of a regression; without gradients."""
+        """Class labels `(*batch,)`, or regression values; without gradients."""
         return self._head_method("predict")(self(x))
 
     @torch.no_grad()
@@ -459,7 +457,7 @@ class Model(nn.Module):
         if method is None:
             raise OptionError(
                 f"a {type(self.head).__name__} has no {name}; use a SoftmaxHead or a SigmoidHead "
-                "for classes, a RegressionHead for values."
+                "for classes, or a RegressionHead for values."
             )
         return method
 

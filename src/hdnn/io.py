@@ -1,7 +1,7 @@
 """Files: safetensors with a checksum, JSON, and models that are rebuilt from their class.
 
 Files are written completely or not at all. Nothing is ever pickled. A file that cannot be read
-raises a `CheckpointError` of one sentence.
+raises a `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hdnn._version import __version__
-from hdnn.errors import CheckpointError, HDNNError
+from hdnn.errors import CheckpointError, HDNNError, OptionError, require
 
 __all__ = [
+    "HubModule",
     "describe",
     "load",
     "load_tensors",
@@ -46,24 +47,31 @@ __all__ = [
 
 FilePath = str | os.PathLike[str]
 
-# Of classes in files.
-HOMES = ("hdnn.networks", "hdnn.heads", "hdnn.models", "hdnn.control")
+# Names of classes in files.
+HOMES = (
+    "hdnn.networks",
+    "hdnn.heads",
+    "hdnn.models",
+    "hdnn.control",
+    "hdnn.dynamics",
+)
 PARTS = (*HOMES, "torch.nn")
 # Classes of torch.nn whose arguments are attributes of the same names.
 TORCH = """
-    Sequential Linear Conv1d Conv2d Conv3d BatchNorm1d BatchNorm2d LayerNorm GroupNorm Dropout
-    Flatten Identity ReLU LeakyReLU GELU SiLU ELU Tanh Sigmoid Softplus Softmax AvgPool2d MaxPool2d
-    AdaptiveAvgPool2d Embedding
+    Sequential ModuleList Linear Conv1d Conv2d Conv3d BatchNorm1d BatchNorm2d LayerNorm GroupNorm
+    Dropout Flatten Identity ReLU LeakyReLU GELU SiLU ELU Tanh Sigmoid Softplus Softmax AvgPool2d
+    MaxPool2d AdaptiveAvgPool2d Embedding
 """
 KEY = "hdnn"
 CHECKSUM = "sha256"
+WEIGHTS = "model.safetensors"  # of a folder on the Hugging Face Hub
 
 
 def write_atomically(path: FilePath, content: bytes | str) -> None:
     """Write to a temporary file beside `path`, flush it to disk, then rename it over `path`."""
     if isinstance(content, str):
         content = content.encode()
-    target = Path(os.path.realpath(path))  # a link stays a link
+    target = Path(os.path.realpath(path))  # a link remains a link
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     if target.exists() and not target.is_file():
         raise CheckpointError(
@@ -85,7 +93,7 @@ def write_atomically(path: FilePath, content: bytes | str) -> None:
 
 
 def read_json(path: FilePath) -> Any:
-    """The value in a JSON file."""
+    """The value stored in a JSON file."""
     _check_file(path)
     try:
         return json.loads(Path(path).read_bytes())
@@ -102,9 +110,9 @@ def write_json(path: FilePath, value: Any) -> None:
 
 @contextlib.contextmanager
 def lock(path: FilePath) -> Iterator[None]:
-    """Keep other processes out of a folder or file that exists, for the duration of a block.
+    """Keep other processes out of an existing folder or file for the duration of a block.
 
-    The lock ends with the process. Where the system has no such locks, nothing is locked.
+    The lock ends with the process. On systems without such locks, nothing is locked.
 
     Raises:
         CheckpointError: if another process holds the lock.
@@ -141,10 +149,10 @@ def save_tensors(
     """Write tensors and a JSON object, with a checksum of both."""
     copies = {}
     for name, tensor in tensors.items():
-        # Copies: safetensors takes no tensors that share memory.
+        # Copies: safetensors does not accept tensors that share memory.
         copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
     text = json.dumps(dict(metadata or {}), sort_keys=True)
-    # One entry only: safetensors writes several in random order.
+    # Only one entry: safetensors writes several entries in random order.
     header = f'{{"{CHECKSUM}": "{_digest(text, copies)}", "metadata": {text}}}'
     write_atomically(path, to_safetensors(copies, metadata={KEY: header}))
 
@@ -166,8 +174,8 @@ def load_tensors(
             tensors = {name: file.get_tensor(name).clone() for name in names}
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as a safetensors file; it is truncated, damaged or something "
-            f"else ({_reason(error)})."
+            f"{path} cannot be read as a safetensors file; it is truncated, damaged or of another "
+            f"kind ({_reason(error)})."
         ) from error
     metadata, checksum = _parse_header(header)
     if checksum != _digest(json.dumps(metadata, sort_keys=True), tensors):
@@ -180,7 +188,7 @@ def load_tensors(
 
 
 def _parse_header(text: str | None) -> tuple[dict[str, Any], str]:
-    """The metadata and the checksum; nothing of a text that is damaged or missing."""
+    """The metadata and the checksum; empty if the text is damaged or missing."""
     try:
         header = json.loads(text or "")
         return header["metadata"], header[CHECKSUM]
@@ -211,11 +219,10 @@ def save(module: nn.Module, path: FilePath, *, note: Any = None) -> None:
         module: an `hdnn.Model`, a network, a model of `hdnn.models`, or a `torch.nn.Sequential` of
             such networks and common layers of `torch.nn`.
         path: the file to write or replace.
-        note: anything that JSON can hold; read it with `load_tensors(path)[1]["note"]`.
+        note: any value that JSON can hold; read it with `load_tensors(path)[1]["note"]`.
 
     Raises:
-        CheckpointError: if `module` is of a class that hdnn does not know, or the file cannot be
-            written.
+        CheckpointError: if hdnn does not know the class of `module`, or the file cannot be written.
 
     Examples:
         >>> import hdnn
@@ -224,13 +231,13 @@ def save(module: nn.Module, path: FilePath, *, note: Any = None) -> None:
         H2(4 features, 8 layers, tanh, h = 0.3, T = 2.4, 96 parameters)
     """
     kind = parametrize.type_before_parametrizations(module)
-    if kind is not nn.Sequential:  # a layer of PyTorch alone is no model
+    if kind is not nn.Sequential:  # a single layer of PyTorch is not a model
         _class(kind.__name__, HOMES)
     description = describe(module)
     state = plain_state(module)
     try:
-        _build(description, state)
-    except (HDNNError, RuntimeError) as error:
+        _build(json.loads(json.dumps(description)), state)
+    except (HDNNError, RuntimeError, TypeError) as error:
         raise CheckpointError(
             f"this {type(module).__name__} cannot be saved, because it could not be loaded again: "
             f"{_reason(error).rstrip('.')}; save its state_dict() instead."
@@ -249,6 +256,7 @@ def load(path: FilePath, *, device: torch.device | str | None = None) -> Any:
     Raises:
         CheckpointError: if the file does not exist, is damaged, or was not written by hdnn.
     """
+    new_tensor(None, device)  # raises if the device is not available
     tensors, metadata = load_tensors(path, device or "cpu")
     try:
         module = _build(metadata.get("model"), tensors)
@@ -260,11 +268,96 @@ def load(path: FilePath, *, device: torch.device | str | None = None) -> Any:
     return module if device is None else module.to(device)
 
 
-def describe(module: nn.Module) -> dict[str, Any]:
-    """The class of a module and the arguments that build it again, as JSON can hold them.
+class HubModule(nn.Module):
+    """A module with the methods of Hugging Face's `PyTorchModelHubMixin`: the base of all models.
 
-    The arguments are those of `module.config()`, or else the attributes with the names of the
-    constructor's arguments; modules among them are described in turn.
+    A saved model is a folder, or a repository on the Hugging Face Hub, with two files:
+    `config.json`, and `model.safetensors` as `save` writes it.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.H2(features=4, layers=8).save_pretrained("net")
+        >>> hdnn.H2.from_pretrained("net")
+        H2(4 features, 8 layers, tanh, h = 0.3, T = 2.4, 96 parameters)
+    """
+
+    def save_pretrained(self, folder: FilePath, **options: Any) -> None:
+        """Write the two files.
+
+        Args:
+            folder: the folder to write to; it is created if it does not exist.
+            **options: other options of the mixin, such as `config`, which have no effect here.
+
+        Raises:
+            CheckpointError: if `save` cannot write the model, or cannot write to the folder.
+        """
+        with contextlib.suppress(
+            OSError
+        ):  # writing then fails with a clear message
+            os.makedirs(folder, exist_ok=True)
+        save(self, Path(folder, WEIGHTS))
+        write_json(Path(folder, "config.json"), describe(self))
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload the two files in one commit, and return its address.
+
+        Args:
+            repo_id: the repository, such as "user/name"; it is created if it does not exist.
+            **options: options of the mixin: `private`, `token`, `branch`, `create_pr`,
+                `commit_message` and more.
+
+        Raises:
+            MissingExtraError: if huggingface_hub is not installed.
+            CheckpointError: if `save` cannot write the model.
+        """
+        mixin = require("huggingface_hub", extra="hub").ModelHubMixin
+        return mixin.push_to_hub(self, repo_id, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: FilePath,
+        *,
+        map_location: Any = "cpu",
+        **options: Any,
+    ) -> Self:
+        """The model in a folder or a repository, in evaluation mode.
+
+        Args:
+            source: a folder, or a repository such as "user/name", which needs huggingface_hub.
+            map_location: the device of the model, such as "cuda".
+            **options: options of `huggingface_hub.hf_hub_download`, such as `revision`, `token` and
+                `local_files_only`; a folder needs none.
+
+        Raises:
+            CheckpointError: if there is no such folder or repository, or it does not hold a model
+                of this class.
+        """
+        path = Path(source, WEIGHTS)
+        if not os.path.isdir(source):
+            try:
+                path = require("huggingface_hub", extra="hub").hf_hub_download(
+                    str(source), WEIGHTS, **options
+                )
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"{source} is not a folder, and could not be read from the Hugging Face Hub: "
+                    f"{_reason(error)}"
+                ) from error
+        module = load(path, device=map_location)
+        if not isinstance(module, cls):
+            raise CheckpointError(
+                f"{source} holds a model of the class {type(module).__name__}, not "
+                f"{cls.__name__}; use from_pretrained of that class."
+            )
+        return module.eval()
+
+
+def describe(module: nn.Module) -> dict[str, Any]:
+    """The class of a module and the arguments that build it again, as plain values for JSON.
+
+    The arguments are those of `module.config()`, or otherwise the attributes named like the
+    constructor's arguments; modules among these are described in turn.
     """
     kind = parametrize.type_before_parametrizations(module)
     _class(kind.__name__, expected=kind)
@@ -284,11 +377,11 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 
 def _arguments(module: Any, kind: type) -> dict[str, Any]:
-    """The arguments of the constructor; of a Sequential its modules."""
+    """The arguments of the constructor; for a Sequential or a ModuleList, its modules."""
     if hasattr(module, "config"):
         return module.config()
-    if kind is nn.Sequential:
-        return dict(module.named_children())
+    if kind in (nn.Sequential, nn.ModuleList):
+        return dict(module._modules)
     names = filter(partial(hasattr, module), inspect.signature(kind).parameters)
     arguments = {name: getattr(module, name) for name in names}
     if "bias" in arguments:
@@ -304,10 +397,12 @@ def restore(description: Any) -> Any:
         for name, submodule in description["modules"].items():
             arguments[name] = restore(submodule)
         for name, shape in description.get("constants", {}).items():
-            # Skew, and in every block pattern.
+            # A skew matrix that fits every block pattern.
             arguments[name] = torch.zeros(shape)
         if kind is nn.Sequential:
             return nn.Sequential(OrderedDict(arguments))
+        if kind is nn.ModuleList:
+            return nn.ModuleList(arguments.values())
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             return kind(**arguments)
     except (
@@ -380,8 +475,18 @@ def _class(
 # Small helpers
 
 
+def new_tensor(dtype: torch.dtype | None, device: Any) -> Tensor:
+    """An empty tensor of a dtype on a device, or an error if there is no such device."""
+    try:
+        return torch.empty(0, dtype=dtype, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise OptionError(
+            f'no {str(device).upper()} device is available; use device="cpu".'
+        ) from error
+
+
 def _check_file(path: FilePath) -> None:
-    """Refuse all but plain files: reading a pipe or a device may never end."""
+    """Refuse anything but plain files: reading a pipe or a device may never end."""
     if not os.path.isfile(path):
         raise CheckpointError(
             f"{path} does not exist, or is not a file; check the name and the folder."
@@ -400,7 +505,7 @@ def _finite(value: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The message of an error, on one line of at most 300 letters."""
+    """The message of an error, on one line of at most 300 characters."""
     text = (
         getattr(error, "strerror", None) or str(error) or type(error).__name__
     )

@@ -1,13 +1,13 @@
 """Image classifiers: the networks of the paper's MNIST and CIFAR-10 tables.
 
-All take normalised images (B, channels, height, width) and give logits (B, classes). Arguments that
-they share:
+All networks take normalised images (B, channels, height, width) and return logits (B, classes).
+They share these arguments:
 
 - classes: the number of classes.
-- drop: the probability of leaving the last layer out for an image in training; earlier layers
-  are left out less often, in proportion to their depth.
-- generator: of the initial weights; by default PyTorch's global one.
-- dtype and device: of the weights; by default PyTorch's defaults.
+- drop: the probability of skipping the last layer for an image in training; earlier layers are
+  skipped less often, in proportion to their depth.
+- generator: the random generator for the initial weights; by default PyTorch's global one.
+- dtype and device: the dtype and device of the weights; by default PyTorch's defaults.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdnn.errors import OptionError, ShapeError, choose, positive_int
+from hdnn.io import HubModule
 from hdnn.networks import BY_NAME, HamiltonianUnit, Network
 
 __all__ = [
@@ -41,17 +42,17 @@ POOLS = ("flatten", "mean")
 
 
 class Placement(TypedDict, total=False):
-    """Where the first weights come from, and where they go: see the top of this file."""
+    """The generator, dtype and device of the weights: see the top of this file."""
 
     generator: torch.Generator | None
     dtype: torch.dtype | None
     device: torch.device | str | None
 
 
-class ImageModel(nn.Module):
-    """A classifier of images: `features`, and a linear layer on top of them.
+class ImageModel(HubModule):
+    """An image classifier: `features`, and a linear layer on top.
 
-    The base class of the models of `hdnn.models`; it has no layers of its own.
+    This is the base class of the models in `hdnn.models`; it has no layers of its own.
 
     Examples:
         >>> import torch
@@ -100,7 +101,7 @@ class ImageModel(nn.Module):
         """Draw all weights again, as the constructor does.
 
         Args:
-            generator: of the weights; by default PyTorch's global one.
+            generator: the random generator for the weights; by default PyTorch's global one.
         """
         for module in self.modules():
             if isinstance(module, (Network, HamiltonianUnit)):
@@ -120,13 +121,13 @@ class ImageModel(nn.Module):
         return sum([unit.smoothness() for unit in self.units], zero)
 
     def _start(self, generator: Any = None, **where: Any) -> None:
-        """Draw all weights, then go to their dtype and device."""
+        """Draw all weights, then move to their dtype and device."""
         self.reset_parameters(generator)
         self.to(**where)
 
 
 class MNISTNet(ImageModel):
-    """The network of the MNIST table: a 3 x 3 convolution to 8 channels, N layers, a linear one.
+    """The network of the MNIST table: a 3 x 3 convolution to 8 channels, N layers, a linear layer.
 
     K is a matrix that mixes the channels of each pixel. `model.net` is the hidden network.
 
@@ -135,9 +136,9 @@ class MNISTNet(ImageModel):
             channels; None leaves the hidden layers out.
         layers: N, the number of hidden layers; 0 leaves them out.
         step: h; by default 0.5 for "h1" and "h2", and 0.4 for the others.
-        channels: of the convolution.
-        size: height and width of the images.
-        **options: of the network: activation, init, backprop.
+        channels: the number of channels of the convolution.
+        size: the height and width of the images.
+        **options: options of the network: activation, init, backprop.
 
     Examples:
         >>> import torch
@@ -187,7 +188,7 @@ class MNISTNet(ImageModel):
         return y.flatten(1)
 
     def config(self) -> dict[str, Any]:
-        """The constructor arguments of this classifier; the network is one of them."""
+        """The constructor arguments of this classifier, including the network."""
         return {
             "network": self.net,
             "channels": self.stem.out_channels,
@@ -200,22 +201,22 @@ class HDNNStar(ImageModel):
     """H-DNN* of the CIFAR-10 table: 3 -> 32 channels, three units, 973,930 parameters.
 
     After each unit the image is averaged over 2 x 2 pixels, and channels of zeros are added at the
-    end for the next unit. More on the options of units is in `hdnn.HamiltonianUnit`.
+    end for the next unit. The options of units are described in `hdnn.HamiltonianUnit`.
 
     Args:
         network: "h1" or "h2".
-        layers: the number in each unit, or one number for all.
-        channels: the number in each unit, which may not decrease.
-        step: h of all units.
+        layers: the number of layers in each unit, or one number for all.
+        channels: the number of channels in each unit, which may not decrease.
+        step: h, the step of all units.
         stem_norm: put batch normalisation after the first convolution.
-        pool: the linear layer sees all remaining pixels ("flatten"), or their "mean".
-        inputs: the channels of an image.
-        size: height and width of the images; each unit halves them.
-        **options: of each unit: activation, norm, backprop, init.
+        pool: the input of the linear layer: all remaining pixels ("flatten"), or their "mean".
+        inputs: the number of channels of an image.
+        size: the height and width of the images; each unit halves both.
+        **options: options of each unit: activation, norm, backprop, init.
 
     Raises:
         ShapeError: if channels are odd or decrease.
-        OptionError: if an option is unknown, or `layers` has another length than `channels`.
+        OptionError: if an option is unknown, or `layers` and `channels` differ in length.
 
     Examples:
         >>> import torch
@@ -318,7 +319,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.norm1(self.conv1(x)))
         y = self.norm2(self.conv2(y))
-        if self.drop and self.training:  # left out for some images
+        if self.drop and self.training:  # skipped for some images
             y = y * F.dropout(y.new_ones(len(y), 1, 1, 1), self.drop)
         if self.added:  # every other pixel, and zeros for the new channels
             x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.added))
@@ -379,7 +380,7 @@ class ResNet(ImageModel):
 class AlexNet(ImageModel):
     """AlexNet in its one-column form: 57,044,810 parameters for 10 classes.
 
-    Images of any size are scaled to 224 x 224, the size that it is made for.
+    Images of any size are scaled to 224 x 224, the size that AlexNet is made for.
 
     Examples:
         >>> import torch
@@ -432,7 +433,7 @@ class AlexNet(ImageModel):
         return self.hidden(self.convolutions(x).flatten(1))
 
 
-# By the names of the paper's tables
+# Models by the names in the paper's tables
 mnist_net = MNISTNet
 hdnn_star = HDNNStar
 resnet56 = ResNet
@@ -453,10 +454,10 @@ def mnist_conv(
 
     Args:
         network: "h1" or "h2".
-        layers: the number in each unit.
-        channels: the number in each unit, which may not decrease.
-        step: h of all units.
-        norm: where units have batch normalisation: "none", "inside", "after" or "both".
+        layers: the number of layers in each unit.
+        channels: the number of channels in each unit, which may not decrease.
+        step: h, the step of all units.
+        norm: the places of batch normalisation in units: "none", "inside", "after" or "both".
         stem_norm: put batch normalisation after the first convolution.
         **options: passed to `hdnn_star`.
 
@@ -476,9 +477,9 @@ def mnist_conv(
 def _draw(
     layer: nn.Conv2d | nn.Linear, generator: torch.Generator | None
 ) -> None:
-    """Draw weights and bias from +- 1 / sqrt(fan-in), as PyTorch does.
+    """Draw weights and bias between +- 1 / sqrt(fan-in), as PyTorch does.
 
-    Weights without a bias, as ResNets have them, are drawn with the variance 2 / fan-in.
+    Weights without a bias, as in ResNets, are drawn with variance 2 / fan-in.
     """
     fan_in = layer.weight[0].numel()
     variances = 1 if layer.bias is not None else 6
@@ -492,7 +493,7 @@ def _draw(
 
 
 def _rising(drop: float, layers: int) -> list[float]:
-    """The probability of leaving out each layer, which grows with depth."""
+    """The probability of skipping each layer, which grows with depth."""
     return [drop * (k + 1) / layers for k in range(layers)]
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import hdnn
-from hdnn import analysis
+from hdnn import analysis, progress
 from hdnn.analysis import certify
 from hdnn.errors import DataError, OptionError, ShapeError
 from law.strategies import Random
@@ -393,6 +395,31 @@ def test_units_are_certified_at_images(network):
     assert zero.by_layer["largest"][0] <= exact * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("kernel", "side"), [(3, 8), (11, 11)])
+def test_units_are_certified_at_random_images_by_default(kernel, side):
+    unit = hdnn.HamiltonianUnit(2, 3, kernel=kernel, padding=0)
+    certificate = certify(unit)
+    assert certificate.status == "holds"
+    assert f"3 random {side} x {side} images" in certificate.summary
+    assert certificate.features == 2 * side**2
+    inside = certify(nn.Sequential(nn.Conv2d(3, 2, 1), unit))
+    assert inside["1"].smallest_norm == certificate.smallest_norm
+
+
+@pytest.mark.parametrize(
+    ("make", "last"),
+    [(h2, "7/8"), (lambda: hdnn.HamiltonianUnit(2, 3), "8/9")],
+)
+def test_a_person_who_waits_sees_how_far_it_is(make, last, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    certify(make())
+    assert f"measuring the gradients {last}, 0 s" in terminal.getvalue()
+
+
 @pytest.mark.parametrize("network", ["h1", "h2"])
 def test_norms_of_units_are_those_of_their_jacobian(network):
     options = {"activation": "tanh", "dtype": F64}
@@ -552,7 +579,7 @@ def test_a_part_that_cannot_be_certified_is_not_known_and_so_is_the_module():
     model = nn.Sequential(nn.Linear(3, 6), blocks())
     certificate = certify(model)
     assert (certificate.status, certificate.holds) == ("not known", None)
-    assert "give inputs" in certificate.summary
+    assert "pass the inputs" in certificate.summary
     assert certify(
         nn.Sequential(nn.Linear(3, 4), h2())
     ).holds  # at random states

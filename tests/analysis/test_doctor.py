@@ -707,7 +707,7 @@ def test_a_diagnosis_is_text_json_and_a_picture():
     told = json.loads(diagnosis.to_json())
     assert told["healthy"] is False
     assert told["findings"][0]["kind"] == "vanishing"
-    assert "FAULT: The gradient vanishes: 6 lets through" in str(diagnosis)
+    assert "FAULT: The gradient vanishes: 6 passes on" in str(diagnosis)
     pytest.importorskip("matplotlib")
     assert diagnosis.plot().get_yscale() == "log"
 

@@ -100,7 +100,7 @@ def test_a_symplectic_defect_is_that_of_the_transposed_layout_only():
     [
         (
             OptionError,
-            "of a Model",
+            "for a Model",
             lambda: analysis.backward_sensitivity(nn.Linear(2, 2), None),
         ),
         (OptionError, "ord", lambda: analysis.norms(torch.eye(2), 3)),

@@ -1,4 +1,4 @@
-"""See, check and certify the gradients: sensitivity matrices, symplecticity, bounds."""
+"""Measure, check and certify the gradients: sensitivity matrices, symplecticity, bounds."""
 
 from hdnn.analysis.bounds import (
     Bound,

@@ -17,15 +17,15 @@ from hdnn.analysis.sensitivity import (
 from hdnn.errors import OptionError
 from hdnn.networks import Network
 
-SHOWN = 1e6  # larger bounds say nothing to a reader
+SHOWN = 1e6  # larger bounds are useless to a reader
 
 
 @torch.no_grad()
 def bsm_bound_paper(net: Network) -> Tensor:
     """The paper's upper bound on the norm of dy(T)/dy(t) in a network's ODE (lem:upper_bound).
 
-    It is `sqrt(n) exp(Q T)` with `Q = S sqrt(n) max |K|^2 |J|`, where S is the largest slope of the
-    activation. It is very loose.
+    The bound is `sqrt(n) exp(Q T)` with `Q = S sqrt(n) max |K|^2 |J|`, where S is the largest slope
+    of the activation. This bound is very loose.
 
     Args:
         net: a network that discretises an ODE.
@@ -49,9 +49,10 @@ def bsm_bound_paper(net: Network) -> Tensor:
 def bsm_bound_continuous(net: Network) -> Tensor:
     """A sharper upper bound on the norm of dy(T)/dy(t) in a network's ODE.
 
-    It is `exp(1/2 S int |K|^2 |J| dt)`, without the 1/2 if the activation can decrease or there are
-    gains. For a monotone activation without gains, `A = K^T D K J^T` is a product of a positive
-    semidefinite and a skew matrix, whose symmetric part is at most half as large as itself.
+    The bound is `exp(1/2 S int |K|^2 |J| dt)`, without the 1/2 if the activation can decrease or
+    there are gains. For a monotone activation without gains, `A = K^T D K J^T` is a product of a
+    positive semidefinite and a skew matrix, whose symmetric part is at most half as large as
+    itself.
 
     Args:
         net: a network that discretises an ODE.
@@ -69,11 +70,12 @@ def bsm_bound_continuous(net: Network) -> Tensor:
 def bsm_bound_forward_euler(net: Network) -> Tensor:
     """An upper bound on the norms of all dy_N/dy_j in a network of forward Euler layers.
 
-    It is `prod_j sqrt(1 + Q_j + Q_j^2)` with `Q_j = h_j S |K_j|^2 |J_j|` for a monotone activation,
-    and `prod_j (1 + Q_j)` for others. It bounds the layers themselves, not their ODE.
+    The bound is `prod_j sqrt(1 + Q_j + Q_j^2)` with `Q_j = h_j S |K_j|^2 |J_j|` for a monotone
+    activation, and `prod_j (1 + Q_j)` for other activations. It holds for the layers themselves,
+    not for their ODE.
 
     Args:
-        net: an H1, MS2, or another network of forward Euler layers.
+        net: an H1, an MS2, or another network of forward Euler layers.
 
     Returns:
         One number, as a tensor.
@@ -99,11 +101,11 @@ def bsm_bound_forward_euler(net: Network) -> Tensor:
 
 @torch.no_grad()
 def gradient_bounds(net: Network) -> tuple[Tensor, Tensor]:
-    """`exp(-B)` and `exp(B)`: the factors between which every gradient shrinks or grows.
+    """The bounds `exp(-B)` and `exp(B)` on how much every gradient shrinks or grows.
 
-    All `|delta_j| / |delta_N|` of H2 and its relatives lie between these two, for every loss,
-    sample and layer. Each p- or q-update is a shear `I + A`, whose singular values lie between
-    `exp(-a)` and `exp(a)` with `a = asinh(|A|/2)`; B is the sum over all of them.
+    All `|delta_j| / |delta_N|` of H2 and its relatives lie between these two bounds, for every
+    loss, sample and layer. Each p- or q-update is a shear `I + A`, whose singular values lie
+    between `exp(-a)` and `exp(a)` with `a = asinh(|A|/2)`; B is the sum over all of them.
 
     Args:
         net: a network whose layers are shears: H2, MS1, MS3, Verlet, Yoshida.
@@ -131,15 +133,15 @@ def gradient_bounds(net: Network) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on the growth or shrinkage of gradients, beside the measured value.
+    """A bound on the growth or shrinkage of gradients, with the measured value.
 
     Attributes:
         name: "paper", "sharper", "forward Euler" or "budget".
         side: "at most" or "at least", as a factor of a gradient's size.
         value: the bound.
         measured: the extreme singular value of all dy_N/dy_j; None if nothing was measured.
-        rigorous: True if it holds for these layers, not only for the ODE that they discretise.
-        slack: the relative error that rounding may have caused in the two numbers.
+        rigorous: True if the bound holds for these layers, not only for the ODE they discretise.
+        slack: the relative error that rounding may have caused in both numbers.
     """
 
     name: str
@@ -151,7 +153,7 @@ class Bound:
 
     @property
     def holds(self) -> bool | None:
-        """True if the measured value obeys it; None if unknown, or if it bounds only the ODE."""
+        """True if the measured value obeys the bound; None if unknown or only for the ODE."""
         if not self.rigorous or self.measured is None or self.slack >= 1:
             return None
         if not math.isfinite(self.measured) or not math.isfinite(self.value):
@@ -202,7 +204,7 @@ def bounds(net: Network, y: Tensor | None = None) -> list[Bound]:
 def compared_bounds(
     net: Network, smallest: float | None = None, largest: float | None = None
 ) -> list[Bound]:
-    """The bounds beside the extreme singular values over all dy_N/dy_j."""
+    """The bounds, with the extreme singular values over all dy_N/dy_j."""
     eps = torch.finfo(steps_of(net).dtype).eps
     result = []
 

@@ -1,10 +1,10 @@
-"""The promise about a network's gradients, checked by numbers.
+"""The guarantee for a network's gradients, checked numerically.
 
-The promise is norm(dy_N/dy_j) >= 1 for every sample and layer: each layer has a Jacobian of
-determinant 1 (or at least 1), so the product of any number of them has too, and a matrix whose
-determinant is at least 1 has no norm below 1. The promise concerns the matrix: at least one
-direction does not shrink, but a single gradient can. Anything that could not be computed never
-counts as holding.
+The guarantee is norm(dy_N/dy_j) >= 1 for every sample and layer: each layer has a Jacobian of
+determinant 1 (or at least 1), so the same is true of products of these Jacobians, and a matrix
+whose determinant is at least 1 has no norm below 1. The guarantee concerns the matrix: at least one
+direction does not shrink, but a single gradient can. A norm that could not be computed never counts
+as confirmed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ if TYPE_CHECKING:
 SAMPLES = 20
 ROWS = 8  # layers in the table
 NOT_SHRUNK = "at least one direction of the gradient is not shrunk"
-LINEAR = 1e-3  # relative: derivatives that vary less are those of a linear map
-FEWEST = 10  # points, from which linearity is concluded
+LINEAR = 1e-3  # relative: derivatives that vary less belong to a linear map
+FEWEST = 10  # points that suffice to conclude linearity
+SIDE = 8  # side of random images, unless a kernel is larger
 SHOWN = 1000.0  # larger bounds are not shown
 PARTS = (Network, HamiltonianUnit, Coupling, Leapfrog, Reversible)
 
@@ -67,33 +68,34 @@ PARTS = (Network, HamiltonianUnit, Coupling, Leapfrog, Reversible)
 class Certificate(JSONResult):
     """The answer to 'Is the gradient shrunk?' for a network, or for the parts of a model.
 
-    Made by `certify`. Print it to read it; `plot()` draws the norms against the layers. For a model
-    with several parts, `certificate["name"]` is the certificate of one part, and the figures are
-    those of the worst part.
+    Returned by `certify`; print it to read it. `plot()` draws the norms against the layers. For a
+    model with several parts, `certificate["name"]` is the certificate of one part, and all figures
+    belong to the worst part.
 
     Attributes:
-        network: what was certified, in one line.
+        network: a description of the certified network, in one line.
         guaranteed: True if norm(dy_N/dy_j) >= 1 is proved for this network.
-        reason: why it is proved, or why not.
-        holds: True if it is proved and numbers confirm it, False if they contradict it, None if it
-            is not known or nothing is proved.
-        trouble: what could not be computed, and why.
-        layers: N.
-        features: the entries of a state.
-        dtype: of the weights; all computations use them in float64.
+        reason: the reason why this is proved, or why not.
+        holds: True if the guarantee is proved and the numbers confirm it, False if the numbers
+            contradict it, None if this is not known or nothing is proved.
+        trouble: a description of anything that could not be computed, and why.
+        layers: N, the number of layers.
+        features: n, the size of a state.
+        dtype: the dtype of the weights; all computations convert them to float64.
         samples: the number of points.
-        points: the origin of these points.
-        smallest_norm: over all points and layers j < N that could be computed; NaN if none could.
+        points: a description of where the points come from.
+        smallest_norm: the smallest norm over all points and layers j < N that could be computed;
+            NaN if none could.
         smallest_at: the layer and the point of this norm.
-        largest_norm: over the same.
-        symplectic: True if each layer is, up to rounding; None if this is not promised or not
-            known.
+        largest_norm: the largest norm over the same points and layers.
+        symplectic: True if each layer is symplectic, up to rounding; None if this is not guaranteed
+            or not known.
         symplectic_defect: the largest `symplectic_defect` of a layer.
         bounds: every known `Bound`, compared with the measured value.
         linear: True if the network is a linear map at these points, so depth adds nothing.
         by_layer: the curves of the plot: "layers", "smallest", "median" and "largest".
         parts: the certificate of each Hamiltonian part of a model, by name.
-        others: the kinds of modules outside these parts, which are not covered.
+        others: the kinds of modules outside these parts, which the certificate does not cover.
 
     Examples:
         >>> import hdnn
@@ -132,11 +134,13 @@ class Certificate(JSONResult):
 
     @property
     def violations(self) -> tuple[str, ...]:
-        """The facts that are proved for this network but contradicted by the numbers."""
+        """The proved facts about this network that the numbers contradict."""
         facts = []
         if self.holds is False and not self.parts:
             least = f"{self.smallest_norm:.6g}"
-            facts.append(f"the smallest norm is {least}, where 1 is proved")
+            facts.append(
+                f"the smallest norm is {least}, but at least 1 is proved"
+            )
         if self.symplectic is False:
             defect = f"{self.symplectic_defect:.1e}"
             facts.append(
@@ -150,7 +154,7 @@ class Certificate(JSONResult):
 
     @property
     def status(self) -> str:
-        """The answer in a word: "holds", "violated", "not known" or "not guaranteed"."""
+        """The answer in one word: "holds", "violated", "not known" or "not guaranteed"."""
         if self.violations:
             return "violated"
         if self.holds:
@@ -261,16 +265,17 @@ def certify(
 
     Args:
         model: an `hdnn.Model`, a network, a `HamiltonianUnit` or blocks of hdnn, compiled or not.
-            Any other module is searched for these; the certificate says nothing about that module
-            as a whole.
-        y: inputs of the model, or states of a network, unit or block; give further arguments as a
-            tuple, or by name as a dict. By default networks are certified at random states.
-        samples: the largest number of points; at most 3 for images and blocks. Samples of blocks
-            that depend on each other, like nodes of a graph, are one state.
-        points: the name of these points in the certificate.
+            Any other module is searched for such parts; the certificate then says nothing about the
+            module as a whole.
+        y: inputs of the model, or states of a network, unit or block; pass several arguments as a
+            tuple, or by name as a dict. By default networks are certified at random states, and
+            units at random 8 x 8 images.
+        samples: the largest number of points; at most 3 for images and blocks. If samples of blocks
+            depend on each other, like nodes of a graph, they form one state.
+        points: the description of these points in the certificate.
 
     Returns:
-        A `Certificate`: print it to read it.
+        A `Certificate`; print it to read it.
 
     Raises:
         OptionError: if model is not a module.
@@ -295,12 +300,19 @@ def certify(
         width = root.inputs
     elif not isinstance(root, PARTS):
         return _certify_parts(root, y, samples, points)
-    points = points or ("random points" if y is None else "points")
+    if y is None and isinstance(net, (Network, HamiltonianUnit)):
+        if isinstance(net, Network):
+            shape = [width or net.features]
+            points = points or "random points"
+        else:
+            side = max(SIDE, net.kernel)
+            shape = [net.channels, side, side]
+            points = points or f"random {side} x {side} images"
+        generator = torch.Generator().manual_seed(0)
+        y = torch.randn(samples, *shape, generator=generator)
+    points = points or "points"
     if not isinstance(net, Network):
         return _certify_part(net, _call(y), points)
-    if y is None:
-        generator = torch.Generator().manual_seed(0)
-        y = torch.randn(samples, width or net.features, generator=generator)
     rows = state_rows(y, width or net.features)
     rows = rows[spread(len(rows), samples)]
     twin: Any = exact(root)
@@ -316,7 +328,7 @@ def certify(
 def _certify_part(
     module: Any, call: BlockCall, points: str, model: Any = None
 ) -> Certificate:
-    """A network, unit or block at states; of a Model, its network."""
+    """Certify a network, unit or block at states; for a Model, its network."""
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         if not bool(weight.isfinite().all()):
             raise DataError(
@@ -346,7 +358,7 @@ def _certify_part(
 
 @torch.no_grad()
 def _finite_in_own_dtype(module: nn.Module, call: BlockCall) -> Tensor:
-    """True for samples whose output is finite: a copy in float64 may hide an overflow. (B,)."""
+    """True for each sample (B,) whose output is finite: a copy in float64 may hide an overflow."""
     weight = next(module.parameters(), call.y)
 
     def own(x: Tensor) -> Tensor:
@@ -360,7 +372,7 @@ def _finite_in_own_dtype(module: nn.Module, call: BlockCall) -> Tensor:
 
 
 def _certificate(module: Any, measured: Measured, points: str) -> Certificate:
-    """What is promised of a module, and the figures."""
+    """The guarantee for a module, and the measured figures."""
     promise = module.guarantee()
     weight = next(module.parameters(), measured.norms)
     text = repr(module)
@@ -395,7 +407,7 @@ def _certificate(module: Any, measured: Measured, points: str) -> Certificate:
 
 
 def _judged(measured: Measured, promised: bool) -> tuple[bool | None, str]:
-    """Whether all norms are at least 1; if that is not known although it is proved, also why."""
+    """True if all norms are at least 1, or None; if None despite a proof, also the reason."""
     if measured.trouble:
         return None, measured.trouble
     inner = measured.norms[:-1]
@@ -415,7 +427,7 @@ def _judged(measured: Measured, promised: bool) -> tuple[bool | None, str]:
 
 
 def over_samples(norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Smallest, median and largest of (..., B), without samples that are NaN unless all are."""
+    """Smallest, median and largest of (..., B), ignoring NaN samples unless all are NaN."""
     ordered = norms.sort(-1).values  # NaN comes last
     count = (~norms.isnan()).sum(-1, keepdim=True)
     last = (count - 1).clamp_min(0)
@@ -425,7 +437,7 @@ def over_samples(norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _is_linear(model: Any, end: Tensor) -> bool | None:
-    """True if the outputs have the same derivative by the inputs at all points."""
+    """True if the outputs have the same derivative with respect to the inputs at all points."""
     if len(end) < FEWEST:
         return None
     if model is not None:
@@ -457,7 +469,9 @@ def _certify_parts(
     for name, part in parts.items():
         try:
             if inputs is not None and name not in states:
-                raise DataError("the module does not call it for these inputs")
+                raise DataError(
+                    "the module does not call this part for these inputs"
+                )
             _check_hooks_around(twin, name)
             certificates[name] = certify(
                 part,
@@ -475,7 +489,7 @@ def _certify_parts(
 
 
 def _check_hooks_around(model: nn.Module, name: str) -> None:
-    """Hooks of the modules that a part is in may change its gradients."""
+    """Check the modules around a part: their hooks may change its gradients."""
     parents = name.split(".")[:-1]
     for depth in range(len(parents) + 1):
         place = ".".join(parents[:depth])
@@ -569,7 +583,7 @@ def _call(inputs: Any, **options: Any) -> BlockCall:
     y = args[0] if args else options.pop("y", None)
     if not isinstance(y, Tensor) or not y.numel() or not y.is_floating_point():
         raise DataError(
-            "units and blocks are certified at states: give inputs as the tensor y."
+            "units and blocks are certified at states: pass the inputs as the tensor y."
         )
     check_finite(y)
     return BlockCall(y, args[1:], options)

@@ -1,8 +1,8 @@
 """Networks in continuous time: the ODE that the layers discretise, and its sensitivities.
 
-dy(T)/dy(t) has its own ODE (eq:BackwardGradientDynamics), solved together with that of the states.
-Matrices are in denominator layout: for row vectors dy' = dy A with A = K^T D K J^T. Time runs from
-0 to T here, not from T back as in the paper, so the sign changes: dPhi/dt = -A Phi.
+dy(T)/dy(t) has its own ODE (eq:BackwardGradientDynamics), solved together with the ODE of the
+states. Matrices are in denominator layout: for row vectors dy' = dy A with A = K^T D K J^T. Here
+time runs from 0 to T, not backwards from T as in the paper, so the sign changes: dPhi/dt = -A Phi.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ METHOD = "DOP853"  # an explicit Runge-Kutta method of order 8
 class ContinuousNetwork:
     """The ODE that the layers discretise: `y' = J(t) K(t)^T sigma(K(t) y + b(t))` (eq:ODE_H).
 
-    Each layer's weights apply on its own step `[t_j, t_{j+1}]`: this is the ODE that
+    The weights of layer j apply during its step `[t_j, t_{j+1}]`: this is the ODE that
     `net.refine(k)` converges to. A batch is solved as one system, in float64. Needs the extra
     `science`.
 
-    All methods take states y `(*batch, n)` at t = 0, and times t in 0 .. T, by default those of
-    `times`. They raise a `ConvergenceError` if the ODE cannot be solved.
+    All methods take states y `(*batch, n)` at t = 0, and times t in 0 .. T, by default `times`. The
+    methods raise a `ConvergenceError` if the ODE cannot be solved.
 
     Args:
-        net: a network; of a `Model`, its net.
-        rtol: relative tolerance of the solver, at least 1e-13.
-        atol: absolute tolerance of the solver.
+        net: a network; for a `Model`, pass `model.net`.
+        rtol: the relative tolerance of the solver, at least 1e-13.
+        atol: the absolute tolerance of the solver.
 
     Attributes:
         times: (N+1,), the start and end of each layer.
-        T: the last of these times.
-        J: the interconnection: (n, n), or (N, n, n) if it differs from layer to layer.
+        T: the last time.
+        J: the interconnection matrix: (n, n), or (N, n, n) if it differs from layer to layer.
 
     Examples:
         >>> import hdnn, torch
@@ -88,7 +88,7 @@ class ContinuousNetwork:
     def flow(
         self, y: Tensor, *, start: float = 0.0, end: float | None = None
     ) -> Tensor:
-        """The state at `end`, by default T, from y at `start`; backwards too: `(*batch, n)`."""
+        """The state at `end` (default T), from y at `start`, also backwards: `(*batch, n)`."""
         if end is None:
             end = self.T
         states = self._solve(self._rows(y), start, self._times(end))
@@ -152,8 +152,8 @@ class ContinuousNetwork:
             # The solver would try ever smaller steps.
             if not finite:
                 raise ConvergenceError(
-                    f"the solution of the ODE is not finite at t = {t:g}; "
-                    "take smaller weights, states or T."
+                    f"the solution of the ODE is not finite at t = {t:g}; use smaller weights, "
+                    "states or T."
                 )
             return rates.flatten().numpy()
 

@@ -1,9 +1,9 @@
 """Gradients that grow: the paper's two-dimensional example, and a faster growth in H2.
 
 y' = eps J tanh(y) (eq:2D_Example) runs around closed orbits of H = log cosh p + log cosh q. Larger
-orbits take longer, so neighbours drift apart: linearly in t. The slope and the period have closed
-forms. Growth by a factor per layer needs large steps: H2 with one weight k is unstable at the
-origin where h k^2 > 2.
+orbits take longer, so neighbouring states drift apart, linearly in t. The slope and the period have
+closed forms. Growth by a factor per layer needs large steps: H2 with one weight k is unstable at
+the origin if h k^2 > 2.
 
 States y are `(*batch, 2)`; results have the batch shape of y.
 """
@@ -50,21 +50,21 @@ def energy(y: Tensor) -> Tensor:
 
 
 def diameter(y: Tensor) -> Tensor:
-    """The largest distance on the orbits through y, along an axis."""
+    """The largest distance along an axis on the orbits through y."""
     H = energy(y)
-    # acosh(exp(H)), without the digits that exp(H) loses where H is small
+    # acosh(exp(H)), without the digits that exp(H) loses if H is small
     return 2 * torch.asinh(torch.expm1(2 * H).sqrt())
 
 
 def period(y: Tensor, eps: float = 1.0) -> Tensor:
-    """4/eps K(m) of the orbits through y, m = 1 - exp(-2 H), K the complete elliptic integral."""
+    """The period 4/eps K(m) of the orbits through y, with m = 1 - exp(-2 H) and elliptic K."""
     speed = abs(eps)
     _, K, _ = _elliptic(y)
     return 4 * K / speed
 
 
 def measured_period(y: Tensor, eps: float = 1.0) -> float:
-    """The time after which the state y (2,) comes back, by Newton's method."""
+    """The time after which the state y (2,) returns, found with Newton's method."""
     start = y.double()
     p, q = torch.tanh(start)
     velocity = eps * torch.stack([-q, p])
@@ -89,7 +89,7 @@ def finite_growth(
 ) -> Tensor:
     """|s(t, y + gamma e_i) - s(t, y)| / gamma for both unit vectors e_i: `(k, *batch, 2)`.
 
-    It stops growing at about the diameter of the orbit over gamma, when the two states are on
+    The growth stops at about the diameter of the orbit divided by gamma, when the two states are on
     opposite sides (fig:phi_TTt_trajectories).
     """
     state = y.double().unsqueeze(-2)
@@ -103,9 +103,9 @@ def finite_growth(
 def envelope_slope(y: Tensor, eps: float = 1.0) -> Tensor:
     """The slope in t of the line through the maxima of |dy(T)/dy(T - t)|, for large t.
 
-    After k turns a neighbour is behind by k times the difference of the periods, so that
-    Phi = -t P'(H)/P grad H(y) f(y(T))^T plus bounded terms, with the field f = eps J grad H.
-    |grad H| is largest on the diagonal of the orbit, where it is sqrt(2 - 2 exp(-H)).
+    After k turns, a neighbouring state is behind by k times the difference of the periods, so that
+    Phi = -t P'(H)/P grad H(y) f(y(T))^T plus bounded terms, with the field f = eps J grad H. |grad
+    H| is largest on the diagonal of the orbit, where it is sqrt(2 - 2 exp(-H)).
     """
     m, K, E = _elliptic(y)
     complement = 1 - m
@@ -129,7 +129,7 @@ def fitted_envelope(t: Tensor, sizes: Tensor) -> tuple[float, float]:
     top = (rises & falls & late).nonzero().flatten() + 1
     if len(top) < 2:
         raise OptionError(
-            f"the second half has {len(top)} local maxima, but a line needs two; take a longer t."
+            f"the second half has {len(top)} local maxima, but a line needs two; use a longer t."
         )
     times = t[top].double().numpy()
     slope, height = np.polyfit(times, sizes[top].double().numpy(), 1)
@@ -147,7 +147,7 @@ class LayerGrowth(NamedTuple):
 
 
 def layer_growth(h: float, k: float, layers: int = 64) -> LayerGrowth:
-    """Measured growth per layer beside its closed form, from the trace of the linear part.
+    """The measured growth per layer, with its closed form from the trace of the linear part.
 
     Near the origin a layer is [[1, -a], [a, 1 - a^2]] with a = h k^2 and trace 2 - a^2. For a < 2
     that is a rotation in other coordinates, and its powers stay below sqrt((2 + a) / (2 - a)). For

@@ -1,4 +1,4 @@
-"""The doctor: faults in the gradients of any model, and their places.
+"""The doctor: faults in the gradients of any model, and where they are.
 
 A copy of the model runs a few times on some inputs. The states y_j are read from the graph of
 automatic differentiation: a tensor is a state if every path from the output back to the input
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
 SAMPLES = 8
 SEED = 20210527
-NUDGES = (0.02, 1.0)  # of the size of weights, to see what depends on them
+NUDGES = (0.02, 1.0)  # of the size of weights, to find out what depends on them
 SHARE = 0.025  # of the training time that examinations may take
 EXPECTED = 300  # steps of training that a first examination takes
 SAME = 1e-5  # relative: outputs that differ by less are the same up to rounding
-MASKED = 5e3  # below the largest logit: what lies further down is masked
+MASKED = 5e3  # logits further below the largest one are masked
 HALF = (torch.float16, torch.bfloat16)
 
-# Where the slope of an activation is more than a thousandth of its largest, by its name.
+# By name: where the slope of an activation is more than a thousandth of the largest slope.
 STEEP = {
     "relu": (0.0, math.inf),
     "gelu": (-4.0, math.inf),
@@ -76,14 +76,14 @@ STEEP = {
 class Diagnosis(JSONResult):
     """The faults found in the gradients of a model at some inputs.
 
-    Made by `diagnose`. Print it to read it; `plot()` draws the gradient against depth.
+    Returned by `diagnose`; print it to read it. `plot()` draws the gradient against depth.
 
     Attributes:
         model: the kind of module.
         findings: every `Finding`, faults first.
-        layers: the states y_j on the way through the model, each with its size and the share of a
-            random gradient that reaches it.
-        unknown: what could not be computed or decided.
+        layers: the states y_j inside the model, each with its size and the share of a random
+            gradient that reaches this state.
+        unknown: the questions that could not be decided.
         samples: the number of samples used.
         seconds: the duration.
 
@@ -93,7 +93,7 @@ class Diagnosis(JSONResult):
         >>> diagnosis.healthy, diagnosis.faults
         (True, ())
         >>> print(diagnosis)
-        H2: no fault was found, gradients reach every layer...
+        H2: no fault was found; gradients reach every layer...
     """
 
     derived: ClassVar = ("healthy", "summary")
@@ -117,7 +117,7 @@ class Diagnosis(JSONResult):
 
     @property
     def summary(self) -> str:
-        """The result in a sentence."""
+        """The result in one sentence."""
         places = [f"{fault.kind} at {fault.layer}" for fault in self.faults]
         if places:
             faults = "fault" if len(places) == 1 else "faults"
@@ -125,7 +125,7 @@ class Diagnosis(JSONResult):
             return f"{self.model}: {len(places)} {faults} found: {where}."
         if self.unknown:
             return f"{self.model}: no fault was found, but NOT EVERYTHING IS KNOWN."
-        return f"{self.model}: no fault was found, gradients reach every layer."
+        return f"{self.model}: no fault was found; gradients reach every layer."
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the share of a gradient that is left at each depth, and mark faulty layers."""
@@ -151,16 +151,16 @@ def diagnose(
     target: Any = None,
     samples: int = SAMPLES,
 ) -> Diagnosis:
-    """Find out if and where the gradients of a model vanish, explode, stop or get lost.
+    """Find out whether and where the gradients of a model vanish, explode or are cut off.
 
     Copies of the model run a few times on x, in the mode of the model (training or evaluation). The
     model itself and the global random state stay as they are.
 
     Args:
         model: any `nn.Module` that can be copied.
-        x: its inputs: a tensor, a tuple of arguments, or a dict of named ones.
-        loss: output -> a number, or (output, target) -> a number if there is a `target`. By default
-            a random projection of the output.
+        x: the inputs: a tensor, a tuple of arguments, or a dict of named arguments.
+        loss: a function of the output, or of (output, target) if there is a `target`, that returns
+            one number. By default a random projection of the output.
         target: the target of the loss.
         samples: the largest number of samples to use, if all tensors of x have equally many rows.
 
@@ -169,7 +169,7 @@ def diagnose(
 
     Raises:
         OptionError: if the model is not a module, or has no parameters.
-        DataError: if x contains NaN or no tensor, or if the model cannot be copied, run on x and
+        DataError: if x contains NaN or no tensor, or if the model cannot be copied, run on x or
             differentiated.
 
     Examples:
@@ -191,8 +191,8 @@ def diagnose(
     is_empty = not any(tensor.numel() for tensor in tensors)
     if has_nan or is_empty:
         raise DataError(
-            "x must be a tensor, a tuple of arguments or a dict of named ones, with at least one "
-            f"sample and no NaN, but got {'NaN' if has_nan else type(x).__name__}."
+            "x must be a tensor, a tuple of arguments or a dict of named arguments, with at least "
+            f"one sample and no NaN, but got {'NaN' if has_nan else type(x).__name__}."
         )
     positive_int("samples", samples)
     rows = _row_count(x)
@@ -219,7 +219,7 @@ def diagnose(
 
 @contextmanager
 def _random_state_restored() -> Iterator[None]:
-    """The random numbers of Python, NumPy and PyTorch go on afterwards as if nobody had drawn."""
+    """Restore the random states of Python, NumPy and PyTorch afterwards."""
     python = random.getstate()
     numpy = np.random.get_state()  # noqa: NPY002
     try:
@@ -364,7 +364,7 @@ class ModelRun:
             self.states.append(State(name, tensor, self.clock))
 
     def objective(self, loss: Any, target: Any) -> Tensor | None:
-        """The loss, or a random projection of all outputs; None if it has no gradient."""
+        """The loss, or a random projection of all outputs; None if this has no gradient."""
         if loss is None:
             return self._projection()
         args = () if target is None else (target,)
@@ -379,7 +379,7 @@ class ModelRun:
         return sum(products[1:], products[0]) if products else None
 
     def gradients(self, objective: Tensor | None) -> dict[str, Tensor]:
-        """The gradients of an objective by the weights that it depends on."""
+        """The gradients of an objective with respect to the weights that it depends on."""
         if objective is None:
             return {}
         weights = [*self.weights.values()]
@@ -395,7 +395,7 @@ class ModelRun:
         if not ends:
             return []
         end = ends[0]
-        # The first tensor of each node of the graph that a module was given or gave.
+        # For each node of the graph, the first tensor that a module received or returned.
         recorded: dict[Any, State] = {}
         last = State("output", end, self.clock + 1)
         for state in [*self.states, last]:
@@ -409,7 +409,7 @@ class ModelRun:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """A copy, in float32 where it was in half precision, which is part of the graph."""
+    """A copy that is part of the graph, in float32 instead of half precision."""
     if not tensor.is_floating_point():
         return tensor.detach().clone()
     if tensor.dtype in HALF:
@@ -519,7 +519,7 @@ class ActivationTrace(TorchFunctionMode):
         new = ActivationCount(module, name)
         a = self.run.activations.setdefault((module, name), new)
         if name == "softmax":
-            # With a mask, a row may have one place to look at only: it is certain, and rightly so.
+            # With a mask, a row may attend to a single place only: being certain is then correct.
             choices = (x > x.amax(-1, keepdim=True) - MASKED).sum(-1) > 1
             certain = out.detach().amax(-1) > 1 - 1e-4
             flat = certain[choices]
@@ -542,7 +542,7 @@ def _count_units(a: ActivationCount, flat: Tensor) -> None:
     always = ~by_unit.any(1)
     count = int(dead.sum())
     if a.units and count >= a.dead:
-        return  # called again: dead only if so every time
+        return  # called again: dead only if dead every time
     a.units = len(dead)
     a.dead = count
     a.always = int(always.sum())
@@ -553,7 +553,7 @@ def _count_units(a: ActivationCount, flat: Tensor) -> None:
         a.active = float((~living).float().mean())
 
 
-# What is measured
+# Measurements
 
 
 class Probe:
@@ -565,7 +565,7 @@ class Probe:
         self.seen = Examination()
 
     def examine(self, loss: Any, target: Any) -> Examination:
-        """Run the model, differentiate it, and collect all that the rules look at."""
+        """Run the model, differentiate it, and collect all measurements for the rules."""
         run = ModelRun(self.model, self.x)
         self.seen.activations = [*run.activations.values()]
         self.seen.not_finite = _first_not_finite(run)
@@ -583,7 +583,7 @@ class Probe:
         return self.seen
 
     def _measure_gains(self, run: ModelRun) -> None:
-        """What is left of a random gradient at y_N at each state before it."""
+        """Measure how much of a random gradient at y_N is left at each earlier state."""
         states = run.chain()
         if not states:
             return
@@ -610,7 +610,7 @@ class Probe:
     def _find_detached(
         self, run: ModelRun, gradients: Mapping[str, Tensor]
     ) -> None:
-        """Modules that cut gradients off, by what changes when weights are moved."""
+        """Find modules that cut gradients off: move weights and see which inputs change."""
         seen = self.seen
         if not _same(run.outputs, ModelRun(self.model, self.x).outputs):
             seen.unknown.append(
@@ -627,7 +627,7 @@ class Probe:
             )
         lost = [name for name in run.weights if name not in gradients]
         self._find_lost(run, lost)
-        # A gradient of 0 may be due to a first value of 0, but not after all weights are moved.
+        # A gradient of 0 may be due to an initial value of 0, but not after all weights are moved.
         later = other.gradients(other.objective(None, None))
         zero = []
         for name, gradient in gradients.items():
@@ -676,7 +676,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _first_not_finite(run: ModelRun) -> str:
-    """The first module that makes NaN or infinity of finite inputs; a mask may hold -inf."""
+    """The first module that turns finite inputs into NaN or infinity; a mask may hold -inf."""
     for call in run.ended:
         if _finite(call.inputs) and not _finite(call.outputs):
             return call.name
@@ -700,7 +700,7 @@ def _body(run: ModelRun, states: list[State]) -> int:
 
 
 def _same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> bool:
-    """True if all tensors are equal, as far as there are pairs, up to a part of their sizes."""
+    """True if all pairs of tensors are equal, up to a fraction of their sizes."""
     for first, second in zip(a, b, strict=False):
         x = first.detach()
         y = second.detach()
@@ -726,35 +726,35 @@ def _severed(run: ModelRun, moved: ModelRun) -> list[str]:
     return []
 
 
-# Through a training
+# During training
 
 
 @dataclass
 class Look:
-    """The norms of the gradients of all parameters after one step of a training."""
+    """The norms of the gradients of all parameters after one training step."""
 
     step: int
     gradient: dict[str, float]
 
 
 class GradientDoctor(Watcher):
-    """A monitor of the gradients of a training, which at times examines the whole model.
+    """A monitor of gradients during training, which sometimes examines the whole model.
 
-    A look records the gradients that the training has computed. An examination is a `diagnose` at
-    the last inputs; it runs by itself while all examinations take no more than a `share` of the
-    training time. `examine()` runs one at once. Each fault gives a `GradientWarning`. Print the
+    A look records the gradients that training has computed. An examination is a `diagnose` at the
+    last inputs; examinations run automatically as long as they take no more than a `share` of the
+    training time. `examine()` runs one immediately. Each fault gives a `GradientWarning`. Print the
     doctor to read its findings.
 
     Args:
         model: any `nn.Module`.
         optimizer: the optimiser whose steps count in a `with` block; without one, call `step()`
             after each step.
-        every: steps from one look to the next.
+        every: the number of steps from one look to the next.
         share: the fraction of the training time that examinations may take; 0 turns them off.
-        loss: output -> a number, as `diagnose` takes it.
+        loss: a function of the output that returns one number, as in `diagnose`.
 
     Attributes:
-        findings: every `Finding` so far, once each.
+        findings: every `Finding` so far, each listed once.
         diagnoses: the `Diagnosis` of each examination.
         looks: the gradients at each look.
 
@@ -797,7 +797,7 @@ class GradientDoctor(Watcher):
             self.inputs = args or options
 
     def look(self) -> None:
-        """Record the gradients as they are now, and examine the model if there is time."""
+        """Record the present gradients, and examine the model if there is time."""
         gradients = {
             name: float(parameter.grad.norm())
             for name, parameter in self.model.named_parameters()
@@ -814,13 +814,13 @@ class GradientDoctor(Watcher):
             self.examine()
 
     def _expected(self) -> float:
-        """The seconds that an examination takes: as the last one, or as many steps of training."""
+        """The expected seconds of an examination: those of the last, or of some training steps."""
         if self.diagnoses:
             return self.diagnoses[-1].seconds
         return EXPECTED * (time.perf_counter() - self.start) / self.steps
 
     def examine(self) -> Diagnosis:
-        """Diagnose the model as it is now, at its last inputs."""
+        """Diagnose the present model at its last inputs."""
         if self.inputs is None:
             raise OptionError(
                 "the doctor has seen no inputs yet; run the model once first."

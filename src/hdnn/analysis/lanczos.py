@@ -1,8 +1,8 @@
-"""The norm of dy_N/dy_j where the matrix is too large to build, as for images.
+"""The norm of dy_N/dy_j if the matrix is too large to build, as for images.
 
 Golub-Kahan-Lanczos: k steps from a random start make A V = U B, B bidiagonal (k, k), V and U with
-orthonormal columns. The largest singular value of B is a lower bound of that of A. Derivatives are
-products with vectors, by automatic differentiation.
+orthonormal columns. The largest singular value of B is a lower bound of the largest singular value
+of A. Derivatives are products with vectors, by automatic differentiation.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Chain:
                 before = tuple(y.shape)
                 after = tuple(M.out.shape)
                 raise ShapeError(
-                    f"all states must have the same shape, but {before} became {after}; leave "
-                    "pooling and strides out."
+                    f"all states must have the same shape, but {before} became {after}; remove "
+                    "pooling and strides."
                 )
             self.layers.append(M)
             y = M.out
@@ -70,17 +70,18 @@ class Chain:
         return v
 
     def backwards(self, u: Tensor, first: int = 0) -> Tensor:
-        """The product of their transposes with u: a gradient on its way back."""
+        """The product of the transposed derivatives with u: a gradient on its way back."""
         for M in reversed(self.layers[first:]):
             u = M.backwards(u)
         return u
 
     @torch.no_grad()
     def norm(self, start: Tensor, first: int, steps: int) -> tuple[float, bool]:
-        """The norm of dy_N/dy_j for j = first by Lanczos, and True if it is exact.
+        """The norm of dy_N/dy_j for j = first by Lanczos's method, and True if the norm is exact.
 
-        It is exact if the start reaches nothing more; otherwise it is a lower bound. All vectors
-        are stored and made orthogonal. The norm is NaN where a product is not finite.
+        The norm is exact if the start vector reaches no further direction; otherwise it is a lower
+        bound. All vectors are stored and made orthogonal. The norm is NaN if a product is not
+        finite.
         """
         eps = torch.finfo(start.dtype).eps
         V = [start / start.norm()]

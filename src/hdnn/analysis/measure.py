@@ -1,16 +1,17 @@
 """The norms of dy_N/dy_j at some states, and the rounding errors in them.
 
 For vectors, the layers' matrices are multiplied in closed form. For images and blocks of any
-modules, they are only multiplied by vectors (Lanczos), so the norms are lower bounds. The module's
-own result is compared with its layers run in turn: a hook or an overridden method that changes
-values or gradients makes the measurement worthless, and `trouble` says so.
+modules, the matrices are only multiplied by vectors (Lanczos), so the norms are lower bounds. The
+module's own result is compared with its layers run in turn: a hook or an overridden method that
+changes values or gradients makes the measurement worthless, and `trouble` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -30,16 +31,17 @@ from hdnn.analysis.sensitivity import (
 )
 from hdnn.errors import HDNNError
 from hdnn.networks import HamiltonianUnit, Network
+from hdnn.progress import Progress
 
-SAME = 1e-6  # relative difference of two ways to compute the same
+SAME = 1e-6  # relative difference of two ways to compute the same value
 HIDDEN = 0.01  # relative: with a larger error bound, nothing can be concluded
 LAYERS = 6  # of images and blocks, at the most
 FEW = 3  # samples of these, at the most
-STEPS = 8  # of Lanczos; if they see a norm below 1, take
+STEPS = 8  # steps of Lanczos; if they see a norm below 1, take
 MORE_STEPS = 64
 CHANGED = (
-    "its result or its gradient is not that of its layers run in turn: a hook, an overridden "
-    "method or random numbers change it"
+    "its result or gradient differs from that of its layers run in turn, because of a hook, an "
+    "overridden method or random numbers"
 )
 
 
@@ -47,10 +49,10 @@ CHANGED = (
 class Measured:
     """Norms (L+1, B) of dy_N/dy_j for some layers j and for j = N; NaN where not computed."""
 
-    layers: list[int]  # the j, with N as the last
+    layers: list[int]  # the numbers j, with N last
     features: int
     norms: Tensor
-    slack: Tensor  # (L, B): the relative distance that rounding can have moved a norm
+    slack: Tensor  # (L, B): the relative error that rounding can have caused in a norm
     trouble: str = ""
     complete: bool = True  # False if norms are lower bounds that may be small
     smallest: float | None = None  # singular value
@@ -93,7 +95,7 @@ def _measure_matrices(net: Network, states: Tensor) -> Measured:
     slack = states.new_zeros(N, B)
     defects = states.new_zeros(N, B)
     allowed = states.new_zeros(N, B)
-    for j, M in backward_factors(net, states):
+    for j, M in _with_progress(backward_factors(net, states), N):
         Phi = M @ Phi
         values = singular_values(Phi)
         sizes[j] = values[:, 0]
@@ -159,7 +161,7 @@ def _differs(
     end: Tensor,
     grad: Tensor,
 ) -> bool:
-    """True if a module's value, or the gradient of its product with u, is another one."""
+    """True if a module's value, or the gradient of its product with u, is different."""
     with torch.enable_grad():
         leaf = y.detach().clone().requires_grad_()
         try:
@@ -208,8 +210,8 @@ class BlockCall(NamedTuple):
 def measure_layers(module: Any, call: BlockCall) -> Measured:
     """Norms of a unit or of blocks in float64, for a few layers and samples, by Lanczos.
 
-    Lanczos starts from one sample. If samples do not depend on each other, it sees that sample's
-    matrix alone, and otherwise that of the whole batch, which is one state.
+    Lanczos starts from one sample. If samples do not depend on each other, it sees only that
+    sample's matrix; otherwise it sees the matrix of the whole batch, which is one state.
     """
     y = call.y
     if not call.args and not call.options:
@@ -240,7 +242,7 @@ def _measure_chain(module: Any, call: BlockCall, y: Tensor) -> Measured:
     if not bool(sizes.isfinite().all()):
         result.trouble = "a state or a derivative is not finite"
     elif rounding > HIDDEN:
-        result.trouble = "its modules compute in too coarse a precision"
+        result.trouble = "the precision of its modules is too low"
     elif _chain_differs(module, call, chain, y):
         result.trouble = CHANGED
     if getattr(module, "symplectic", False):
@@ -261,14 +263,24 @@ def _measure_norms(
 ) -> None:
     """Fill in the norms, and whether all are exact up to rounding."""
     result.complete = True
-    for column, i in enumerate(spread(len(y), FEW)):
+    samples = enumerate(spread(len(y), FEW))
+    layers = enumerate(result.layers[:-1])
+    norms = list(product(samples, layers))
+    for (column, i), (row, j) in _with_progress(norms, len(norms)):
         start = torch.zeros_like(y)
         start[i] = random_like(y[i])
-        for row, j in enumerate(result.layers[:-1]):
-            norm, exact = chain.norm(start, j, steps)
-            result.norms[row, column] = norm
-            if not exact:
-                result.complete = False
+        norm, exact = chain.norm(start, j, steps)
+        result.norms[row, column] = norm
+        if not exact:
+            result.complete = False
+
+
+def _with_progress(measurements: Iterable[Any], total: int) -> Iterator[Any]:
+    """The measurements to make, with a progress line at a terminal."""
+    with Progress("measuring the gradients", total) as progress:
+        for number, measurement in enumerate(measurements):
+            progress.update(number)
+            yield measurement
 
 
 def _chain_differs(

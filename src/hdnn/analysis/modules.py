@@ -19,7 +19,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def copied(module: Module) -> Module:
-    """A copy in the same dtype, with hooks, also of modules whose weights hooks compute."""
+    """A copy in the same dtype, with hooks, also if hooks compute the module's weights."""
     computed = {}
     for submodule in module.modules():
         for value in vars(submodule).values():
@@ -49,9 +49,9 @@ def exact(module: Module) -> Module:
 
 
 def unwrapped(model: Any) -> Any:
-    """The module inside of `torch.compile` and the data-parallel classes of PyTorch.
+    """The module inside `torch.compile` and PyTorch's data-parallel classes.
 
-    A wrapper with hooks, or of a class of one's own, may change gradients: it is left as it is.
+    A wrapper with hooks, or of a user's own class, may change gradients, so it is not unwrapped.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -66,7 +66,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def mapped(function: Any, value: Any) -> Any:
-    """A function of all tensors inside of tuples, lists and dicts."""
+    """Apply a function to all tensors inside tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -87,7 +87,7 @@ def call_module(module: nn.Module, inputs: Any) -> Any:
 
 @contextmanager
 def running(module: nn.Module, name: str) -> Iterator[None]:
-    """Code of somebody else runs here: whatever it raises becomes a `DataError`."""
+    """A context for running the user's code: any error there becomes a `DataError`."""
     try:
         yield
     except Exception as error:
@@ -95,9 +95,9 @@ def running(module: nn.Module, name: str) -> Iterator[None]:
             raise
         text = str(error).partition("\n")[0]
         raise DataError(
-            f"this {type(module).__name__} does not run on {name} "
-            f"({type(error).__name__}: {text}); give {name} as the module takes it: a tensor, a "
-            "tuple of arguments, or a dict of named ones."
+            f"this {type(module).__name__} does not run on {name} ({type(error).__name__}: "
+            f"{text}); pass {name} as the module takes it: a tensor, a tuple of arguments, or a "
+            "dict of named arguments."
         ) from error
 
 
@@ -131,25 +131,25 @@ def exact_tensor(value: Tensor) -> Tensor:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most so many of 0 .. count - 1, evenly spread, with the first and the last."""
+    """Some of the numbers 0 .. count - 1, evenly spread, including the first and the last."""
     nearest = torch.linspace(0, count - 1, min(count, most)).round().long()
     return nearest.tolist()
 
 
 def random_like(tensor: Tensor) -> Tensor:
-    """Random numbers, the same ones for every tensor of this shape."""
+    """Random numbers, always the same for tensors of this shape."""
     generator = torch.Generator()
     generator.manual_seed(tensor.numel())
     return torch.randn(tensor.shape, generator=generator).to(tensor)
 
 
 class JSONResult:
-    """A dataclass that can be written as JSON, with the properties that it lists as `derived`."""
+    """A dataclass that can be written as JSON, with its properties that are named in `derived`."""
 
     derived: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values for JSON; a number that is not finite is None."""
+        """All fields as plain values for JSON; a number that is not finite becomes None."""
         text = json.dumps(self, default=_values)
         return json.loads(text, parse_constant=lambda _: None)
 
@@ -159,7 +159,7 @@ class JSONResult:
 
 
 def _values(result: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and what it lists as derived."""
+    """The fields of a dataclass, and its properties that are named in `derived`."""
     names = [field.name for field in fields(result)]
     names += getattr(result, "derived", ())
     return {name: getattr(result, name) for name in names}

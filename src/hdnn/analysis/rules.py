@@ -1,7 +1,7 @@
 """The doctor's rules: vanishing, exploding, dead, saturated, detached, unused, not finite.
 
 A rule is a function of an `Examination`, which holds all measurements of a model on some inputs.
-The thresholds suit models of any kind: they ignore what is unusual but harmless.
+The thresholds suit models of any kind: they ignore values that are unusual but harmless.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hdnn.analysis.modules import JSONResult
 
 VANISHED = 1e-4
 SHRUNK = 1e-2  # no gain above this counts as vanished
-FAINT = 1e-3  # a state this small has died out, in whatever units inputs are
+FAINT = 1e-3  # a state this small has died out, in any units of inputs
 EXPLODED = 1e3
 GROWN = 100.0  # states that grow by so much, and to so much, explode with the gradient
 DEAD = 0.5  # of the units of a healthy layer of ReLU can be off for all samples
@@ -29,16 +29,16 @@ SATURATED = 0.8
 
 @dataclass(frozen=True)
 class Finding(JSONResult):
-    """A fault, or something worth knowing: its place, a sentence about it, and its figures.
+    """A fault or a note: where it is, a sentence that describes it, and its figures.
 
     Attributes:
         kind: "vanishing", "exploding", "dead units", "saturated", "detached", "unused" or "not
             finite".
-        layer: the module it is about.
-        sentence: the description for people.
+        layer: the module concerned.
+        sentence: the description in words.
         figures: the numbers behind the sentence.
-        fault: False for a note, which may well be intended.
-        layers: all layers it applies to.
+        fault: False for a note, which may describe something intended.
+        layers: all layers concerned.
     """
 
     kind: str
@@ -54,13 +54,13 @@ class Finding(JSONResult):
 
 @dataclass
 class LayerGain:
-    """A state y_j on the way through a model, and the share of a random gradient that reaches it.
+    """A state y_j inside a model, and the share of a random gradient that reaches this state.
 
     Attributes:
         layer: the module that makes the state.
         size: the norm of the state.
         rms: the root of the mean square of its entries.
-        gain: the size of the gradient at y_j for one of size 1 at y_N.
+        gain: the size of the gradient at y_j, if its size at y_N is 1.
         own: the share of the gradient at y_j that the layer passes on to y_{j-1}.
     """
 
@@ -73,7 +73,7 @@ class LayerGain:
 
 @dataclass
 class ActivationCount:
-    """The units and entries of an activation inside a module that lie where it is flat."""
+    """The flat units and entries of an activation inside a module."""
 
     module: str
     operation: str
@@ -93,11 +93,11 @@ class Examination:
 
     Attributes:
         layers: the states up to y_N, which enters the head.
-        activations: the flat share of each.
+        activations: the flat units and entries of each activation.
         not_finite: the first module that turns finite inputs into NaN or infinity.
         bad_gradient: the last state whose gradient is not finite.
         detached: modules that cut the gradient off.
-        blocked: modules whose weights matter, but have a gradient of 0.
+        blocked: modules whose weights affect the output, but have a gradient of 0.
         unused: parameters that nothing depends on.
         unknown: questions that could not be decided.
     """
@@ -153,7 +153,7 @@ def detached(seen: Examination) -> Iterator[Finding]:
 
 
 def blocked(seen: Examination) -> Iterator[Finding]:
-    """Where nothing else explains a gradient of 0."""
+    """Report gradients of 0 that nothing else explains."""
     if seen.blocked:
         name = seen.blocked[0]
         yield Finding(
@@ -186,8 +186,9 @@ def dead(seen: Examination) -> Iterator[Finding]:
 def _is_dead(a: ActivationCount) -> bool:
     """True if half of the units or more are dead, and more than chance explains.
 
-    Half of the units may be off where all samples are alike, but then as many are always on. Where
-    samples differ, a unit is off for all of them as often as those that live are off for one.
+    If all samples are alike, half of the units may be off, but then as many are always on. If
+    samples differ, chance turns a unit off for every sample as often as live units are off for one
+    sample.
     """
     if a.dead < DEAD * a.units:
         return False
@@ -200,7 +201,7 @@ def _is_dead(a: ActivationCount) -> bool:
 
 
 def _tail(n: int, k: int, p: float) -> float:
-    """The chance of k or more of n."""
+    """The probability of k or more of n."""
     counts = torch.arange(k, n + 1, dtype=torch.float64)
     probability = torch.tensor(p, dtype=torch.float64)
     return float(Binomial(n, probability).log_prob(counts).exp().sum())
@@ -221,7 +222,7 @@ def saturated(seen: Examination) -> Iterator[Finding]:
 
 
 def vanishing(seen: Examination) -> Iterator[Finding]:
-    """In units of the two states, so that the scale of inputs is no fault."""
+    """Judge the gradient in units of the states, so that the scale of inputs is no fault."""
     if not seen.layers:
         return
     last = seen.layers[-1]
@@ -234,7 +235,7 @@ def vanishing(seen: Examination) -> Iterator[Finding]:
 
 
 def _vanished(between: list[LayerGain], first: LayerGain) -> Finding:
-    """The layers that shrink gradients: the one that stands out, or all that take part."""
+    """The layers that shrink gradients: a single layer that stands out, or all that contribute."""
     logs = [math.log(min(max(layer.own, 1e-300), 1.0)) for layer in between]
     worst = min(logs)
     blamed = [between[logs.index(worst)]]
@@ -243,16 +244,14 @@ def _vanished(between: list[LayerGain], first: LayerGain) -> Finding:
         blamed = [layer for layer, log in pairs if log <= 0.5 * worst]
     rate = median(layer.own for layer in blamed)
     names = list(dict.fromkeys(layer.layer for layer in blamed))
-    where = f"{names[0]} lets"
+    where = f"{names[0]} passes on"
     if len(names) > 1:
-        where = (
-            f"each of {len(names)} layers from {names[0]} to {names[-1]} lets"
-        )
+        where = f"each of {len(names)} layers from {names[0]} to {names[-1]} passes on"
     return Finding(
         "vanishing",
         names[0],
-        f"The gradient vanishes: {where} through {_few(rate)} of it, and {_few(first.gain)} of it "
-        f"is left at {first.layer}.",
+        f"The gradient vanishes: {where} {_few(rate)} of it, and {_few(first.gain)} of it is left "
+        f"at {first.layer}.",
         {"left": first.gain, "a layer": rate},
         layers=tuple(names),
     )
@@ -271,9 +270,9 @@ def exploding(seen: Examination) -> Iterator[Finding]:
             yield Finding(
                 "exploding",
                 most.layer,
-                f"The gradient explodes: {most.layer} multiplies it by {most.own:.3g}; in all it "
-                f"grows by {state.gain:.2g} on the way back to {state.layer}. Use smaller weights "
-                "or a normalisation there.",
+                f"The gradient explodes: {most.layer} multiplies it by {most.own:.3g}; in total it "
+                f"grows by a factor of {state.gain:.2g} on the way back to {state.layer}. Use "
+                "smaller weights or a normalisation there.",
                 {"in all": state.gain, "a layer": most.own},
                 layers=tuple(layer.layer for layer in between if layer.own > 1),
             )

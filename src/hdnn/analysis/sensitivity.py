@@ -1,7 +1,7 @@
 """The matrices dy_N/dy_j, which carry a gradient from the output back to layer j, and their norms.
 
 All derivatives are in denominator layout, as in the paper: entry [a, c] of dy/dx is the derivative
-of the c-th entry of y by the a-th of x, the transpose of a Jacobian.
+of the c-th entry of y with respect to the a-th entry of x, the transpose of a Jacobian.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
     """The matrix dy_{j+1}/dy_j of every layer, along the trajectory of each sample.
 
     Args:
-        net: a network; of a `Model`, its net.
+        net: a network; for a `Model`, pass `model.net`.
         y: states `(*batch, n)`.
 
     Returns:
@@ -56,12 +56,13 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
 def backward_sensitivity(net: Network, y: Tensor) -> Tensor:
     """The backward sensitivity matrices dy_N/dy_j for every sample and layer (eq:BSM).
 
-    One pass back by the layers' closed-form Jacobians, `dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1}`.
-    In denominator layout: a gradient at layer j is `dL/dy_j = dy_N/dy_j dL/dy_N`.
+    They are computed in one backward pass with the layers' closed-form Jacobians,
+    `dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1}`. In denominator layout: a gradient at layer j is
+    `dL/dy_j = dy_N/dy_j dL/dy_N`.
 
     Args:
-        net: a network; of a `Model`, its net.
-        y: states `(*batch, n)`; those of a `Model` are `model.embed(x)`.
+        net: a network; for a `Model`, pass `model.net`.
+        y: states `(*batch, n)`; for a `Model`, pass `model.embed(x)`.
 
     Returns:
         Matrices `(N+1, *batch, n, n)`; NaN for a sample with a state that is not finite.
@@ -98,8 +99,8 @@ def trajectory(net: Network, y: Tensor) -> Tensor:
     """The states y_0 .. y_N as (N+1, B, n)."""
     if not isinstance(net, Network):
         raise OptionError(
-            f"a network of hdnn is needed, but got {type(net).__name__}; "
-            "of a Model, give model.net and model.embed(x)."
+            f"a network of hdnn is needed, but got {type(net).__name__}; for a Model, pass "
+            "model.net and model.embed(x)."
         )
     return net.trajectory(y).reshape(net.layers + 1, -1, net.features)
 
@@ -126,8 +127,8 @@ def steps_of(net: Any) -> Tensor:
     """The steps h of all layers: (N,)."""
     if not hasattr(net, "steps") or not hasattr(net, "h"):
         raise OptionError(
-            f"a network that discretises an ODE is needed, but got {type(net).__name__}; "
-            "of a Model, give model.net."
+            f"a network that discretises an ODE is needed, but got {type(net).__name__}; for a "
+            "Model, pass model.net."
         )
     return net.steps()
 
@@ -143,7 +144,7 @@ def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
         ord: 2, 1, "inf" or "fro".
 
     Returns:
-        Norms `(...)`: infinite if an entry is, NaN if an entry is NaN.
+        Norms `(...)`: infinite if an entry is infinite, NaN if an entry is NaN.
 
     Examples:
         >>> import hdnn, torch
@@ -179,7 +180,7 @@ def singular_values(Phi: Tensor) -> Tensor:
 def _of_finite(
     Phi: Tensor, function: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """A function of the finite matrices, with 0 for the others, and a mask of the finite ones."""
+    """Apply a function to the finite matrices (0 for others), and return a mask of these."""
     if Phi.ndim < 2:
         raise ShapeError(
             f"Phi must be matrices (..., n, n), but got {tuple(Phi.shape)}."
@@ -199,14 +200,15 @@ def _of_finite(
 def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
     """The deviation of matrices from symplectic ones: `|Phi^T J Phi - J| / (|Phi|^2 |J|)`.
 
-    It is relative to the sizes of the factors, so it is comparable with the rounding error.
+    The deviation is relative to the sizes of the factors, so it can be compared with the rounding
+    error.
 
     Args:
         Phi: matrices `(..., n, n)` in denominator layout, such as dy_N/dy_j.
-        J: one skew-symmetric matrix (n, n).
+        J: a single skew-symmetric matrix (n, n).
 
     Returns:
-        A number for each matrix `(...)`; NaN if it is not finite.
+        A number for each matrix `(...)`; NaN if the matrix is not finite.
 
     Examples:
         >>> import hdnn, torch
@@ -237,7 +239,7 @@ def is_symplectic(
 
     Args:
         Phi: matrices `(..., n, n)` in denominator layout, such as dy_N/dy_j.
-        J: one skew-symmetric matrix (n, n).
+        J: a single skew-symmetric matrix (n, n).
         tolerance: the largest `symplectic_defect`, by default 64 n times the rounding of the dtype.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Monitoring of gradients in any training loop: when to look, and what was seen."""
+"""Monitoring of gradients in any training loop: when to look, and records of each look."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hdnn.networks import Network
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SHARE = 0.04  # of the training time that looks of a monitor may take
-GROWTH = 1.1  # of the steps, after which it looks whatever that takes
+SHARE = 0.04  # share of the training time that looks of a monitor may take
+GROWTH = 1.1  # growth of the steps after which it looks in any case
 SAMPLES = 64
 NAMES = ("smallest", "median", "largest", "of_mean")
 VANISHED = 1e-6
@@ -33,9 +33,9 @@ class GradientWarning(UserWarning):
 
 
 class Watcher:
-    """A counter of the steps of a training, which calls `look` at some of them.
+    """A counter of training steps, which calls `look` at some steps.
 
-    In a `with` block it counts the steps of an optimiser; otherwise call `step()` after each.
+    In a `with` block it counts the optimiser's steps; otherwise call `step()` after each step.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Watcher:
         self.handles.clear()
 
     def step(self) -> None:
-        """Count a step of the training, and look if a look is due."""
+        """Count a training step, and look if a look is due."""
         self.steps += 1
         if self._due():
             begun = time.perf_counter()
@@ -81,7 +81,7 @@ class Watcher:
             self.spent += time.perf_counter() - begun
 
     def look(self) -> Any:
-        """Look at the gradients as they are now."""
+        """Look at the present gradients."""
 
     def _due(self) -> bool:
         if self.every is not None:
@@ -89,7 +89,7 @@ class Watcher:
         return self.steps >= GROWTH * self.last or self.affordable()
 
     def affordable(self, seconds: float = 0.0) -> bool:
-        """True if all looks have taken no more than their share of the time."""
+        """True if looks have taken no more than their share of the time so far."""
         training = time.perf_counter() - self.start - self.spent
         return self.spent + seconds <= self.share * training
 
@@ -121,24 +121,25 @@ class Record:
 
 
 class GradientMonitor(Watcher):
-    """A record of norm(dy_N/dy_j) of a network, every few steps of a training.
+    """A record of norm(dy_N/dy_j) of a network every few training steps.
 
     Use it as a callback of `hdnn.training.fit`, or in a `with` block around any other loop, where
     it counts the optimiser's steps. When gradients first vanish or explode, it gives a
     `GradientWarning`. Print the monitor for a summary, or see `plot()`, `table()` and `to_csv()`.
 
     Args:
-        model: an `hdnn.Model` or a network; a callback of `fit` gets it from there.
-        x: samples to look at: inputs of a model, states of a network.
-        every: steps from one look to the next. By default it looks often while that costs little
-            time, and otherwise whenever the number of steps has grown by a tenth.
+        model: an `hdnn.Model` or a network; not needed for a callback, which gets it from `fit`.
+        x: the samples to look at: inputs of a model, or states of a network.
+        every: the number of steps from one look to the next. By default, the monitor looks often
+            while that costs little time, and otherwise whenever the number of steps has grown by a
+            tenth.
         samples: the largest number of samples of x to look at.
         optimizer: the optimiser whose steps count in a `with` block; without one, call `step()`
             after each step.
 
     Attributes:
-        records: one for each look: its step, and for each layer the smallest, median and largest
-            norm over the samples, and the norm of their mean matrix.
+        records: a record of each look: its step, and for each layer the smallest, median and
+            largest norm over the samples, and the norm of their mean matrix.
         findings: the sentences of its warnings.
 
     Examples:
@@ -183,7 +184,7 @@ class GradientMonitor(Watcher):
 
     @torch.no_grad()
     def look(self) -> Record:
-        """Record the gradients as they are now, and return the record."""
+        """Record the present gradients, and return the record."""
         net = getattr(self.model, "net", self.model)
         if not isinstance(net, Network):
             raise OptionError(
@@ -230,9 +231,9 @@ class GradientMonitor(Watcher):
         elif large:
             self.warn(
                 "explode",
-                f"gradients explode: they grow by {max(record.largest[:-1]):.2g} on the way back, "
-                f"by more than {EXPLODED:g} from layer {max(large)} down; use a smaller step h or "
-                "smaller weights.",
+                f"gradients explode: they grow by a factor of {max(record.largest[:-1]):.2g} on "
+                f"the way back, and by more than {EXPLODED:g} from layer {max(large)} down; use a "
+                "smaller step h or smaller weights.",
             )
 
     def table(self, name: str = "smallest") -> Tensor:

@@ -38,7 +38,7 @@ METAVARS = {
 }
 TUTORIAL = "docs/tutorials/first-network.md"
 
-# The base class of errors about options, of the click that typer needs or brings.
+# The base class of errors about options, from the click that typer uses.
 WRONG_OPTION: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
 
 JsonFlag = Annotated[bool, Option("--json", help="print one JSON object")]
@@ -55,7 +55,7 @@ app = typer.Typer(
 
 
 def show(result: dict[str, Any], text: str, as_json: bool) -> None:
-    """Print a result for programs or for people."""
+    """Print a result as JSON or as text."""
     if as_json:
         content = json.dumps(result)
         finite = json.loads(content, parse_constant=lambda _: None)  # no NaN
@@ -66,7 +66,7 @@ def show(result: dict[str, Any], text: str, as_json: bool) -> None:
 def command(
     *examples: str, configs: Sequence[type] = (), passes_on: bool = False
 ) -> Any:
-    """A command with examples; the fields of `configs` become its options."""
+    """Make a command with examples; the fields of `configs` become its options."""
 
     def register(function: Any) -> Any:
         if configs:
@@ -83,7 +83,7 @@ def command(
 
 
 def show_all_options(context: typer.Context, value: bool) -> None:
-    """Print the help with the rare options in it."""
+    """Print the help, including rare options."""
     if value:
         for parameter in context.command.params:
             parameter.hidden = False  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,7 +92,7 @@ def show_all_options(context: typer.Context, value: bool) -> None:
 
 
 def signature(configs: Sequence[type]) -> Signature:
-    """An option for each field of dataclasses; None or False if it is left out."""
+    """A signature with an option for each field of dataclasses; None or False if left out."""
     everything = Option(
         "--help-all",
         help="Show the rare options too, and exit.",
@@ -118,7 +118,7 @@ def signature(configs: Sequence[type]) -> Signature:
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were used, a 0 too; lists such as a,b are taken apart."""
+    """The options that were used, even with the value 0; lists such as a,b are split."""
     values = {}
     for name, value in options.items():
         if isinstance(value, list):
@@ -143,7 +143,7 @@ def program(
 
 
 def next_steps() -> str:
-    """What to do next, for those who have just begun."""
+    """Show what to do next, for new users."""
     steps = {
         "hdnn play": "watch two networks learn side by side in your browser",
         "hdnn train --data FILE.csv --target COLUMN": "train on your own table",
@@ -164,12 +164,12 @@ def demo(
         int | None, Option(help="passes over the data (default: 50)")
     ] = None,
     seed: Annotated[
-        int, Option(help="seed of the weights and of the order of the data")
+        int, Option(help="seed of the weights and the order of the data")
     ] = 0,
     out: Annotated[str, Option(help="folder to write to")] = "runs/demo",
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a 64-layer H2 beside a perceptron, and draw both."""
+    """Train a 64-layer H2 and a perceptron, and draw both."""
     from hdnn.app import demo
 
     options = {"layers": layers, "epochs": epochs, "seed": seed, "out": out}
@@ -185,7 +185,7 @@ def demo(
     configs=(TableConfig, ImageConfig, RunOptions),
 )
 def train(**options: Any) -> None:
-    """Train on a data set or a table. Model, scores and pictures go to a folder."""
+    """Train on a data set or a table. Model, scores and pictures are written to a folder."""
     from hdnn.app import train
 
     values = chosen(options)
@@ -202,7 +202,7 @@ def train(**options: Any) -> None:
             job = train.JOBS[type(config)](config)
             results.append(train.train(job, run, values))
     result = train.summary(results)
-    if result:  # of several processes, the first one has it
+    if result:  # among several processes, only the first has a result
         show(result, train.text(result), "json" in values)
 
 
@@ -285,9 +285,9 @@ def certify(
         str, Argument(metavar="RUN", help="folder of a run, or a saved model")
     ],
     data: Annotated[
-        str | None, Option(help="points to look at (default: test points)")
+        str | None, Option(help="points to measure at (default: test points)")
     ] = None,
-    samples: Annotated[int, Option(help="look at up to this many points")] = 20,
+    samples: Annotated[int, Option(help="use at most this many points")] = 20,
     as_json: JsonFlag = False,
 ) -> int:
     """Measure the gradients of a trained network. Exit code 1: a guarantee was not confirmed."""
@@ -312,7 +312,7 @@ def reproduce(
         str, Option(help="folder for the results")
     ] = "runs/reproduced",
 ) -> int:
-    """Run an experiment of the paper. All other options go to the experiment."""
+    """Run an experiment of the paper. All other options are passed to the experiment."""
     from hdnn import experiments
 
     names: Sequence[str] = EXPERIMENTS
@@ -333,7 +333,7 @@ def report(
     out: Annotated[str, Option(help="HTML file to write")] = "report.html",
     overwrite: OverwriteFlag = False,
 ) -> None:
-    """Make one HTML page of runs, which can be read offline."""
+    """Make one HTML page about runs, which can be read offline."""
     from hdnn.app import report
     from hdnn.io import write_atomically
 
@@ -371,7 +371,7 @@ def play(
 
 @command("info", "info --json")
 def info(as_json: JsonFlag = False) -> None:
-    """Show what is installed here, and what is missing."""
+    """Show what is installed, and what is missing."""
     from hdnn.app import info
 
     result = info.about()
@@ -379,10 +379,10 @@ def info(as_json: JsonFlag = False) -> None:
 
 
 def check_free(out: str | None, overwrite: bool) -> None:
-    """Refuse to write over a file unless asked to."""
+    """Refuse to overwrite a file unless asked to."""
     if out is None:
         return
     if os.path.isdir(out) or (os.path.lexists(out) and not overwrite):
         raise CheckpointError(
-            f"{out} exists; choose another name, or replace the file (--overwrite)."
+            f"{out} already exists; choose another name, or replace the file (--overwrite)."
         )

@@ -1,6 +1,6 @@
-"""Options of trainings, in a dataclass for each kind of data and in TOML files.
+"""Options of training runs, in a dataclass for each kind of data and in TOML files.
 
-Fields with a help text are options of the command line. None means: chosen for the data.
+Fields with a help text are options of the command line. None means chosen for the data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEEDS = 2**32
 LAYERS = {**dict.fromkeys(PLANAR_SETS, 64), "mnist": 8, "cifar10": 6}
 
 
-# Options that only --help-all shows.
+# Options that are shown only by --help-all.
 RARE = {
     *("T", "activation", "batch", "weight_decay", "smoothness", "features"),
     *("solver", "ridge", "categorical", "task", "images", "graph", "quiet"),
@@ -34,7 +34,7 @@ RARE = {
 
 
 def option(help: str, default: Any = None) -> Any:
-    """A field that is an option of the command line."""
+    """A field that is a command-line option."""
     return field(default=default, metadata={"help": help})
 
 
@@ -45,7 +45,7 @@ def many(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The options of all trainings."""
+    """The options of all training runs."""
 
     kind: ClassVar[str]
 
@@ -85,7 +85,7 @@ class Config:
 
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> Self:
-        """The config of these options, checked as far as no data are needed."""
+        """The config of these options, checked as far as possible without data."""
         types = get_type_hints(cls)
         for name, value in values.items():
             if name not in types or name == "kind":
@@ -99,10 +99,10 @@ class Config:
         return config
 
     def check(self) -> None:
-        """Refuse options out of range; the layers and the training check their own."""
+        """Refuse options out of range; layers and training check their own options."""
         if not self.data:
             raise OptionError(
-                "--data is missing; give a data set or a file: --data swiss_roll."
+                "--data is missing; name a data set or a file: --data swiss_roll."
             )
         options = self.options()
         for name in ("layers", "epochs", "batch", "images"):
@@ -118,7 +118,7 @@ class Config:
                 )
 
     def run_name(self, graph: str = "") -> str:
-        """The name of the run's folder: swiss_roll-h2-64-0, or iris-species-h2-16-0."""
+        """The name of the run's folder, such as swiss_roll-h2-64-0 or iris-species-h2-16-0."""
         target = getattr(self, "target", None) or ""
         layers = self.layers or LAYERS.get(self.data, 16)
         parts = [graph, Path(self.data).stem, target, self.network]
@@ -136,7 +136,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """How a file is read."""
+    """Options for reading a file."""
 
     target: str | None = option("column of the file to predict")
     drop: list[str] = many("columns to leave out")  # noqa: RUF009
@@ -149,12 +149,12 @@ class FileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlaneConfig(Config):
-    """A training on points of the plane."""
+    """Options of training on points in the plane."""
 
     kind: ClassVar[str] = "planar"
 
     validation: float | None = option(
-        "fraction of the training rows to hold out and measure after each epoch"
+        "fraction of the training rows to hold out, measured after each epoch"
     )
     patience: int | None = option(
         "stop after this many epochs without a lower loss (on held-out rows, with --validation)"
@@ -171,7 +171,7 @@ class PlaneConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TableConfig(FileOptions, PlaneConfig):
-    """A training on a file."""
+    """Options of training on a file."""
 
     kind: ClassVar[str] = "table"
 
@@ -189,7 +189,7 @@ class TableConfig(FileOptions, PlaneConfig):
             )
 
     def weights(self) -> str | dict[str, float] | None:
-        """The class weights as a word, or a number for each name."""
+        """The class weights: a word, or a number for each name."""
         if self.class_weight is None or "=" not in self.class_weight:
             return self.class_weight
         weights = {}
@@ -206,7 +206,7 @@ class TableConfig(FileOptions, PlaneConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig(Config):
-    """A training on the images of mnist or cifar10, by the recipes of the paper."""
+    """Options of training on the images of mnist or cifar10, with the recipes of the paper."""
 
     kind: ClassVar[str] = "image"
 
@@ -218,7 +218,7 @@ class ImageConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig(FileOptions, Config):
-    """A training on a graph."""
+    """Options of training on a graph."""
 
     kind: ClassVar[str] = "graph"
 
@@ -236,7 +236,7 @@ class GraphConfig(FileOptions, Config):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where results go and what is shown."""
+    """Options for results and their display."""
 
     graph: str | None = option(
         "TOML file with nodes and edges (see hdnn launch)"
@@ -252,7 +252,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(OutputOptions):
-    """The options of `hdnn train` besides those of a training."""
+    """Further options of `hdnn train`."""
 
     config: str | None = option(
         "TOML file with options under [train]; flags override them"
@@ -264,7 +264,7 @@ class RunOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(OutputOptions):
-    """The options of `hdnn launch` besides those of a training."""
+    """Further options of `hdnn launch`."""
 
     nodes: int | None = option("train on a ring of this many nodes")
     parts: int | None = option(
@@ -276,7 +276,7 @@ class LaunchOptions(OutputOptions):
 
 
 def config_for(options: Mapping[str, Any]) -> Config:
-    """The config of a training, by its graph or the name of its data."""
+    """The config of a training run, by its graph or the name of its data."""
     data = options.get("data")
     if "graph" in options:
         return GraphConfig.build(options)
@@ -316,7 +316,7 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def plain_name(text: str) -> str:
-    """A text without letters that a folder's name should not have."""
+    """A text without the characters that a folder's name should not contain."""
     return re.sub(r"[^\w.-]+", "_", text).strip("._-")[:64] or "data"
 
 
@@ -341,7 +341,9 @@ def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def write_options(path: Path, table: str, options: Mapping[str, Any]) -> None:
     """Write options as a TOML file with one table."""
-    from hdnn.io import write_atomically  # imports torch, which help need not
+    from hdnn.io import (
+        write_atomically,
+    )  # imports torch, which the help does not need
 
     lines = [f"[{table}]"]
     lines += [f"{name} = {_toml(value)}" for name, value in options.items()]
@@ -358,5 +360,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(entry) for entry in value) + "]"
     if isinstance(value, float):
-        return repr(value)  # JSON has no name for infinity
+        return repr(value)  # JSON has no infinity
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

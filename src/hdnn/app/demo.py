@@ -1,4 +1,4 @@
-"""`hdnn demo`: a deep H2 beside a perceptron of the same depth, on the Swiss roll."""
+"""`hdnn demo`: a deep H2 and a perceptron of the same depth, on the Swiss roll."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PICTURE = "contrast.png"
 
 
 def run(options: Mapping[str, Any], *, quiet: bool) -> dict[str, Any]:
-    """Train both networks; the H2 is a run, the perceptron is only drawn beside it."""
+    """Train both networks; the H2 becomes a run, the perceptron is only drawn."""
     values = {"data": "swiss_roll", "overwrite": True, **options}
     if quiet:
         values["quiet"] = True
@@ -62,7 +62,7 @@ def draw(jobs: Mapping[str, train.Job], folder: Path) -> None:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """The result for people."""
+    """The result as text."""
     share = score_text("accuracy", result["perceptron_accuracy"])
     norm = result["perceptron_norm"]
     folder = Path(result["run"])

@@ -1,4 +1,4 @@
-"""Trainings on a graph: `hdnn launch` starts processes, `hdnn train --graph` is one of them."""
+"""Training on a graph: `hdnn launch` starts processes, `hdnn train --graph` runs one of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hdnn.errors import OptionError
 from hdnn.progress import Progress
 from hdnn.training import History
 
-STEP = 0.5  # h of a layer, unless T says otherwise
+STEP = 0.5  # h of a layer, unless T is given
 TRAINING = (  # options of a config that `hdnn.distributed.train` takes
     *("network", "layers", "activation", "epochs", "batch", "learning_rate"),
     *("weight_decay", "solver", "ridge", "smoothness", "seed"),
@@ -37,7 +37,7 @@ TRAINING = (  # options of a config that `hdnn.distributed.train` takes
 
 
 def launch(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Train by processes of this machine."""
+    """Train with processes on this machine."""
     config, run = plan(values)
     nodes = Graph.of(config.graph or {}).nodes
     parts = values.get("parts", nodes)
@@ -49,14 +49,14 @@ def launch(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Train as the process that torchrun says this is; the metrics, or {} if not the first."""
+    """Train as one process under torchrun; return the metrics, or {} if it is not the first."""
     config, run = plan(values)
     rank, size = world()
     table = config.data not in planar.SETS and not os.path.isdir(config.data)
     if size > 1 and table:
         raise OptionError(
             "several processes need a file for each node; write these files with "
-            "hdnn.distributed.write_nodes, and give their folder as --data."
+            "hdnn.distributed.write_nodes, and pass their folder as --data."
         )
     if run.complete and "resume" in values:
         return run.metrics() if rank == 0 else {}
@@ -87,7 +87,7 @@ def plan(values: Mapping[str, Any]) -> tuple[Any, Run]:
 
 
 def read_graph(values: Mapping[str, Any]) -> Graph:
-    """The graph of a file, or a ring."""
+    """The graph from a file, or a ring."""
     nodes = values.get("nodes")
     if "graph" in values and nodes is None:
         return Graph.read(values["graph"])
@@ -99,10 +99,10 @@ def read_graph(values: Mapping[str, Any]) -> Graph:
 
 
 class GraphJob(Job):
-    """A training on a graph.
+    """A training run on a graph.
 
     Args:
-        start: `hdnn.distributed.train`, or `launch`.
+        start: the function `hdnn.distributed.train` or `launch`.
         config: the options.
     """
 
@@ -118,7 +118,7 @@ class GraphJob(Job):
         self.config = replace(config, graph=self.graph.table())
 
     def place_columns(self) -> None:
-        """Give each input a feature of the node that has its column."""
+        """Assign each input to a feature of the node that has its column."""
         columns = self.graph.columns
         owners: dict[int, list[int]] = {}
         for place, source in enumerate(self.data.encoder.sources):
@@ -187,7 +187,7 @@ class GraphJob(Job):
 
 
 def needs(path: str) -> dict[str, Any]:
-    """The facts about the graph of a file, and the links that its updates need but lack."""
+    """The facts about the graph in a file, and the links that its updates need but lack."""
     graph = Graph.read(path)
     neighbours = [len(row) - 1 for row in graph.used]
     return {

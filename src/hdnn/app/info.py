@@ -1,4 +1,4 @@
-"""`hdnn info`: versions, devices, extras and data of this machine."""
+"""`hdnn info`: versions, devices, extras and data on this machine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ EXTRAS = {
     "science": ["scipy"],
     "graph": ["pymetis"],
     "images": ["PIL"],
+    "hub": ["huggingface_hub"],
     "export": ["onnx", "onnxscript", "onnxruntime"],
     "tensorboard": ["tensorboard"],
 }
@@ -53,7 +54,7 @@ def about() -> dict[str, dict[str, str]]:
 
 
 def text(result: dict[str, dict[str, str]]) -> str:
-    """The facts in lines."""
+    """The facts as text."""
     lines = []
     for topic, entries in result.items():
         lines.append(topic)

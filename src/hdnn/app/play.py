@@ -1,7 +1,7 @@
 """The playground: one page that trains two networks in the browser, built and served here.
 
-Its scripts are plain ES modules. They are joined in the order in which they need each other, and
-lose `import` and `export`; so no two files may use one name on their top level.
+Its scripts are plain ES modules. They are joined in the order in which they depend on each other,
+without `import` and `export`, so no two files may share a top-level name.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 from hdnn.errors import OptionError
 
 HERE = Path(__file__).with_name("playground")
-HOST = "127.0.0.1"  # nobody but this machine
+HOST = "127.0.0.1"  # only this machine
 IMPORT = re.compile(
     r'^(?:import|export)\s*\{[^{}]*\}\s*from\s*"([^"]+)";\n', re.M
 )
 EXPORT = re.compile(
     r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.M
 )
-TIMEOUT = 10.0  # seconds that a client may take for all of a request
-CLIENTS = 16  # at the same time
+TIMEOUT = 10.0  # seconds that a client may take for a whole request
+CLIENTS = 16  # clients at the same time
 
 
 def page() -> str:
-    """The page with all that it needs."""
+    """The page with everything it needs."""
     parts = {
         "style": (HERE / "style.css").read_text("utf-8"),
         "script": join(HERE / "ui" / "main.js"),
@@ -42,14 +42,14 @@ def page() -> str:
 
 
 def join(entry: Path) -> str:
-    """One script of a module and all that it imports, in strict mode and without global names."""
+    """One script made of a module and all its imports, in strict mode and without global names."""
     scripts: dict[Path, str] = {}
     _add(entry.resolve(), scripts)
     return '"use strict";\n(() => {\n' + "\n".join(scripts.values()) + "})();\n"
 
 
 def _add(path: Path, scripts: dict[Path, str]) -> None:
-    """Put a module behind all that it imports."""
+    """Add a module after all its imports."""
     if path in scripts:
         return
     text = path.read_text("utf-8")
@@ -59,7 +59,7 @@ def _add(path: Path, scripts: dict[Path, str]) -> None:
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server of the playground on the loopback, with few clients, each for a short time."""
+    """A server of the playground on the loopback, for few clients and short requests."""
 
     daemon_threads = True
 
@@ -74,12 +74,12 @@ class PageServer(ThreadingHTTPServer):
         self.service_actions()
 
     def service_actions(self) -> None:
-        """Give up clients that take too long, and the first of too many; called twice a second."""
+        """Drop clients that take too long, and the first of too many; called twice a second."""
         now = time.monotonic()
         for client, end in list(self.clients.items()):
             if end < now or len(self.clients) > CLIENTS:
                 self.clients.pop(client, None)
-                with suppress(OSError):  # it is gone
+                with suppress(OSError):  # the client is gone
                     client.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
@@ -109,7 +109,7 @@ class PageHandler(BaseHTTPRequestHandler):
 
 
 def serve(port: int = 0, *, browser: bool = True) -> None:
-    """Serve the page until Ctrl-C; port 0 is a free one."""
+    """Serve the page until Ctrl-C; port 0 means any free port."""
     try:
         server = PageServer(port)
     except (OSError, OverflowError) as error:

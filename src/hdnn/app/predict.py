@@ -1,4 +1,4 @@
-"""Answers of trained models, and scores: never alone, always beside a simple baseline."""
+"""Answers of trained models, and scores, which are always shown with a simple baseline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hdnn.data import planar, tables
 from hdnn.data.tables import Target
 from hdnn.errors import DataError, OptionError
 
-# A spreadsheet would run a text that begins so; in some countries the signs are full-width.
+# A spreadsheet would run a text with such a first character; some countries use full-width signs.
 FORMULA = tuple("=+-@＝＋－＠")  # noqa: RUF001
 CONTROL = tuple("\t\r\n")
 NUMBER = r"[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?"
@@ -32,7 +32,7 @@ ANSWERS = ("predictions", "probabilities")
 
 
 def predict(folder: str, data: str, *, proba: bool = False) -> dict[str, Any]:
-    """The predictions of a run for data, with scores where the truth is known."""
+    """The predictions of a run for data, with scores if the truth is known."""
     run = Run(folder)
     answers, truth, target = _answers(run, data)
     if proba and not target.classes:
@@ -57,13 +57,13 @@ def predict(folder: str, data: str, *, proba: bool = False) -> dict[str, Any]:
 
 
 def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
-    """Outputs of one run in units of the target, the truth if it is known, and the target."""
+    """The outputs of one run in units of the target, the truth if known, and the target."""
     model = run.model()
     options = run.options()
     if options["data"] in IMAGE_SETS:
         if data not in IMAGE_SETS:
             raise OptionError(
-                f"the run was trained on images; give mnist or cifar10, not {data}."
+                f"the run was trained on images; pass mnist or cifar10, not {data}."
             )
         images = train.load_images(data)
         x = images.normalised(images.images_test, torch.float32)
@@ -74,7 +74,9 @@ def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
     x = torch.from_numpy(encoder.transform(frame))
     answers = outputs(model, x)
     truth = None
-    with suppress(DataError):  # no such column, or it has gaps or other classes
+    with suppress(
+        DataError
+    ):  # no such column, or a column with gaps or other classes
         truth = target.encode(frame)
     if not target.classes:
         answers = target.decode(answers)
@@ -98,7 +100,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """Lines for people."""
+    """The result as text."""
     target = result["target"]
     first = f"{result['rows']} predictions of {target} in {result['out']}"
     return f"{first}\n{lines(score_rows(result))}".rstrip()
@@ -120,7 +122,7 @@ def csv_text(result: dict[str, Any]) -> str:
 
 
 def _safe(cell: Any) -> Any:
-    """A text that a spreadsheet takes as text, also where it looks like a formula."""
+    """A text that a spreadsheet reads as text, even if it looks like a formula."""
     if not isinstance(cell, str) or re.fullmatch(NUMBER, cell):
         return cell  # a number such as -3.5 is harmless
     cell = cell.replace("\r", "\n")  # the writer quotes this one only
@@ -132,7 +134,7 @@ def _safe(cell: Any) -> Any:
 
 
 def certify(place: str, data: str | None, *, samples: int) -> Any:
-    """The certificate of a run or a saved model: at named points, else at its own test points."""
+    """The certificate of a run or a saved model, at named points or at its own test points."""
     run = None if os.path.isfile(place) else Run(place)
     model = io.load(place) if run is None else run.model()
     source = data
@@ -152,7 +154,7 @@ def certify(place: str, data: str | None, *, samples: int) -> Any:
 
 
 def inputs(run: Run | None, data: str, samples: int) -> torch.Tensor:
-    """Images, or rows of a table as a run encodes them; without a run, its numbers."""
+    """Images, or table rows encoded by a run; without a run, the numbers in the rows."""
     if data in IMAGE_SETS:
         images = train.load_images(data)
         return images.normalised(images.images_test[:samples], torch.float32)

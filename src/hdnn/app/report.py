@@ -16,9 +16,9 @@ MARK = "<!-- a report of hdnn -->"
 TESTED = ("test_accuracy", "test_r2", "test_rmse")
 PICTURES = {
     "decision_regions": "Decision regions and test points.",
-    "training": "The training, epoch by epoch.",
+    "training": "Training, epoch by epoch.",
     "norms": "Norm of dy_N/dy_j over the layers: below 1, a gradient shrinks in every direction.",
-    "contrast": "H2, and a perceptron of the same depth whose gradients vanish.",
+    "contrast": "H2 and a perceptron of the same depth, whose gradients vanish.",
 }
 
 
@@ -53,7 +53,7 @@ def page(folders: Sequence[str]) -> tuple[str, int]:
 
 
 class RunOnPage:
-    """The part of the page about one run; a damaged file becomes a sentence."""
+    """The part of the page about one run; a damaged file becomes a message."""
 
     def __init__(self, run: Run) -> None:
         self.name = str(run.folder)
@@ -81,7 +81,7 @@ class RunOnPage:
 
     @property
     def score(self) -> str:
-        """The score on test rows that compares runs."""
+        """The score on test rows by which runs are compared."""
         name = self.measure
         if not name:
             return ""
@@ -89,7 +89,7 @@ class RunOnPage:
 
     @property
     def baseline(self) -> str:
-        """The same score of always giving the most frequent class, or the mean."""
+        """The same score for always answering the most frequent class, or the mean."""
         name = self.measure.replace("test", "baseline")
         value = 0.0 if name == "baseline_r2" else self.metrics.get(name)
         return "" if value is None else score_text(name, value)

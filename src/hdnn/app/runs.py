@@ -1,7 +1,7 @@
-"""Runs: a folder for each, with the config from the start, and the results at the end.
+"""Runs: a folder for each, with the config from the start and the results at the end.
 
-config.toml says what was trained, metrics.json how well, model.safetensors is the model with its
-columns. While a training goes on, its state is in the folder `training`.
+config.toml holds the options, metrics.json the results, and model.safetensors the model with its
+columns. During training, its state is in the folder `training`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """True if it has ended."""
+        """True if the run has ended."""
         return self.metrics_file.is_file()
 
     def options(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Run:
         return read_options(self.config_file)
 
     def config(self, values: Mapping[str, Any] | None = None) -> Config:
-        """The config of the run, which has these options."""
+        """The config of the run, with these options."""
         if not self.exists:
             raise CheckpointError(
                 f"there is no run in {self.folder} to resume."
@@ -67,7 +67,7 @@ class Run:
         return config_for(options)
 
     def metrics(self) -> dict[str, Any]:
-        """The results, with the folder in which they are now."""
+        """The results, with the present folder."""
         metrics = io.read_json(self.metrics_file)
         if not isinstance(metrics, dict):
             raise CheckpointError(
@@ -90,7 +90,7 @@ class Run:
             or not {"inputs", "target"} <= note.keys()
         ):
             raise CheckpointError(
-                f"{self.model_file} does not say which columns it takes."
+                f"{self.model_file} does not name the columns that it needs."
             )
         return Encoder(**note["inputs"]), Target(**note["target"])
 
@@ -105,7 +105,7 @@ class Run:
             )
 
     def check_free(self) -> None:
-        """Refuse a folder that holds anything."""
+        """Refuse a folder that is not empty."""
         if self.folder.is_file() or (
             self.folder.is_dir() and any(self.folder.iterdir())
         ):
@@ -115,7 +115,7 @@ class Run:
             )
 
     def clear(self) -> None:
-        """Remove the run, unless its folder holds anything else."""
+        """Remove the run, unless its folder contains other files."""
         entries = list(self.folder.iterdir()) if self.folder.is_dir() else []
         for path in entries:
             own = (
@@ -143,7 +143,7 @@ class Run:
     def opened(
         self, options: Mapping[str, Any], *, resume: bool, overwrite: bool
     ) -> Iterator[None]:
-        """Make and lock the folder and write the config; a failed new run leaves nothing."""
+        """Make and lock the folder and write the config; a failed new run leaves no files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with io.lock(self.folder):
             fresh = not (resume and self.exists)
@@ -168,7 +168,7 @@ class Run:
 
 
 def find_runs(folders: Sequence[str]) -> list[Run]:
-    """All runs in these folders and below."""
+    """All runs in these folders and their subfolders."""
     runs = {}
     for folder in folders:
         for path in sorted(Path(folder).rglob("config.toml")):

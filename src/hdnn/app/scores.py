@@ -1,4 +1,4 @@
-"""Scores of a trained model, beside those of the simplest answer, and how results are shown."""
+"""Scores of a trained model and of the simplest answer, and how results are shown."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from hdnn.heads import RegressionHead
 
 CHUNK = 4096  # samples that go through a model at once
-MOST_NAMES = 20  # of classes in a line
+MOST_NAMES = 20  # names of classes in a line
 MORE = "more rows, or columns that say more about the target"
 
 
 @torch.no_grad()
 def outputs(model: Any, x: Tensor) -> np.ndarray:
-    """Probabilities (rows, classes) of a classifier, or values (rows,) of a regression."""
+    """Probabilities (rows, classes) of a classifier, or values (rows,) for regression."""
     model.eval()
     parameter = next(model.parameters())
     rows = x.to(parameter.dtype)
@@ -40,12 +40,12 @@ def evaluate(
     classes: Sequence[str],
     common: int | float,
 ) -> dict[str, Any]:
-    """Scores of answers, beside those of always giving the most frequent class, or the mean.
+    """Scores of answers, with those of always answering the most frequent class, or the mean.
 
     Args:
         answers: probabilities (rows, classes), or values (rows,).
-        truth: labels, or values.
-        classes: their names; none for values.
+        truth: labels or values.
+        classes: the names of the classes; empty for values.
         common: the most frequent label of the training rows, or their mean value.
     """
     if not classes:
@@ -86,7 +86,7 @@ def evaluate(
 
 
 def score_text(name: str, value: float) -> str:
-    """A score with as many digits as people read; nothing below 100% is shown as 100%."""
+    """A score, rounded for reading; a score below 100% is never shown as 100%."""
     if not name.endswith("accuracy"):
         return f"{value:.4g}"
     if value < 1:
@@ -95,7 +95,7 @@ def score_text(name: str, value: float) -> str:
 
 
 def score_rows(result: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The score, what is easy, which classes are never predicted, and what to try."""
+    """Rows for a score: the score, its baseline, classes never predicted, and advice."""
     rows = {}
     for name in ("accuracy", "rmse", "r2"):
         value = result.get(prefix + name)
@@ -115,7 +115,7 @@ def score_rows(result: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean, standard deviation and extremes of a score over several runs."""
+    """The mean, standard deviation and extremes of a score over several runs."""
     return {
         "mean": statistics.fmean(values),
         "std": statistics.stdev(values),
@@ -125,5 +125,5 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def lines(rows: Mapping[str, Any]) -> str:
-    """Names and values for people, a line each."""
+    """Names and values as text, one per line."""
     return "\n".join(f"{name:<16} {value}" for name, value in rows.items())

@@ -1,7 +1,7 @@
 """`hdnn train`: read options, load data, build a model, fit, certify, evaluate, write.
 
-A job is a training on data of one kind. It has a config with all options filled in, data and a
-model, and can `fit`. Everything else is the same for all kinds, and is `train`.
+A job is a training run on data of one kind. It has a config with all options filled in, data, a
+model, and a method `fit`. Everything else is the same for all kinds of data, and is in `train`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ PLANAR: dict[str, Any] = {
     "T": 2.4,
     "epochs": 50,
     "batch": 125,
-    "learning_rate": 0.05,  # the cosine halves it on average
+    "learning_rate": 0.05,  # the cosine halves the rate on average
     "weight_decay": 0.0,
     "solver": "newton",
     "ridge": 1e-4,
@@ -92,7 +92,7 @@ STEPS = 20  # in an epoch of few images
 
 
 def plan(values: Mapping[str, Any]) -> list[tuple[Any, Run]]:
-    """The config and the folder of each run, all of them checked before the first one starts."""
+    """The config and the folder of each run, all checked before the first run starts."""
     options = dict(values)
     if "config" in options:
         options = {**read_options(options["config"]), **options}
@@ -117,10 +117,10 @@ def plan(values: Mapping[str, Any]) -> list[tuple[Any, Run]]:
 
 
 def check_folders(runs: list[Run], options: Mapping[str, Any]) -> None:
-    """Refuse to write over runs unless asked to."""
+    """Refuse to overwrite runs unless asked to."""
     if "resume" in options and "overwrite" in options:
         raise OptionError(
-            "--resume continues a run and --overwrite replaces it; give only one."
+            "--resume continues a run and --overwrite replaces it; use only one."
         )
     if "resume" not in options and "overwrite" not in options:
         for run in runs:
@@ -133,10 +133,10 @@ def train(
     """Train, certify and write one run.
 
     Args:
-        job: the training.
-        run: its folder.
-        values: options of the command: resume, overwrite, quiet, json.
-        pictures: draw them.
+        job: the training job.
+        run: the run, with its folder.
+        values: the options of the command: resume, overwrite, quiet, json.
+        pictures: draw pictures.
     """
     start = time.perf_counter()
     resume = "resume" in values
@@ -183,7 +183,7 @@ def train(
 
 
 def find_device(name: str) -> str:
-    """A device of this machine; "auto" is a GPU where there is one."""
+    """A device of this machine; "auto" is a GPU if there is one."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     choose("device", name.partition(":")[0], ("cpu", "cuda"))
@@ -197,16 +197,16 @@ def find_device(name: str) -> str:
 
 @dataclass
 class Data:
-    """Rows or images to train on and to test with; none where they are on other machines.
+    """Rows or images for training and testing; empty if they are on other machines.
 
     Args:
-        parts: inputs and targets that the model is scored on: "train", "test".
-        target: how outputs become answers.
-        encoder: how columns become inputs.
-        points: inputs to certify the model at; None for random states.
-        place: what a certificate calls them.
+        parts: the inputs and targets on which the model is scored: "train", "test".
+        target: the target that turns outputs into answers.
+        encoder: the encoder that turns columns into inputs.
+        points: the inputs at which the model is certified; None for random states.
+        place: the name of these points in a certificate.
         common: the most frequent label of the training rows, or their mean.
-        source: points of the plane, or images.
+        source: points in the plane, or images.
         facts: the task and the numbers of rows, for the metrics.
     """
 
@@ -220,7 +220,7 @@ class Data:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def project(self, directions: Any) -> None:
-        """See the inputs of a wide table in fewer directions."""
+        """Project the inputs of a wide table on fewer directions."""
         if directions is None or self.points is None:
             return
         D = torch.tensor(directions).T
@@ -229,13 +229,13 @@ class Data:
         self.points = self.points @ D
 
     def note(self) -> dict[str, Any] | None:
-        """The columns, which the file of the model remembers."""
+        """The columns, for the note in the model's file."""
         if self.encoder is None:
             return None
         return {"inputs": self.encoder.config(), "target": self.target.config()}
 
     def truth(self, t: Tensor) -> np.ndarray:
-        """Labels, or values in their own units."""
+        """Labels, or values in their original units."""
         if self.target.classes:
             return t.numpy(force=True)
         return self.target.decode(t[:, 0].numpy())
@@ -243,7 +243,7 @@ class Data:
     def scores(
         self, part: str, answers: np.ndarray, t: Tensor
     ) -> dict[str, Any]:
-        """Scores of a part, by names such as test_accuracy; baseline and confusion table."""
+        """The scores of a part, by names such as test_accuracy; baseline and confusion table."""
         classes = self.target.classes
         if not classes:
             answers = self.target.decode(answers)
@@ -257,7 +257,7 @@ class Data:
 def rows_to_learn(
     rows: Sequence[Tensor], encoder: Any, target: Any, source: Any = None
 ) -> Data:
-    """Data of encoded rows: x and t to train on, x and t to test with."""
+    """The data of encoded rows: x and t for training, x and t for testing."""
     x, t, x_test, t_test = rows
     parts = {"train": (x, t)}
     data = Data(parts, target, encoder, x, "training points", source=source)
@@ -283,7 +283,7 @@ def rows_to_learn(
 
 
 def load(config: Any, encoder: Any = None) -> Data:
-    """Read or compute the rows of a config, on the CPU; an encoder of a file is learned if None."""
+    """Read or compute the rows of a config, on the CPU; without an encoder, a file's is learned."""
     if config.data in planar.SETS:
         return load_points(config.data, config.seed)
     table = Table.read(config)
@@ -296,7 +296,7 @@ def load(config: Any, encoder: Any = None) -> Data:
 
 
 class Table(NamedTuple):
-    """Columns of a file and their targets, with the rows to train on and to test with."""
+    """The columns of a file and their targets, with the rows for training and testing."""
 
     inputs: Any
     labels: np.ndarray
@@ -324,7 +324,7 @@ class Table(NamedTuple):
             config.seed,
             classes=bool(target.classes),
         )
-        if not target.classes:  # its units are those of the training rows
+        if not target.classes:  # in units of the training rows
             target = tables.Target.fit(
                 frame.iloc[train], config.target, "regression"
             )
@@ -332,7 +332,7 @@ class Table(NamedTuple):
         return cls(inputs, labels, target, train, test)
 
     def encoded(self, encoder: Any) -> Data:
-        """The rows as an encoder gives them."""
+        """The rows, as an encoder returns them."""
         rows: list[Tensor] = []
         for part in (self.train, self.test):
             x = encoder.transform(self.inputs.iloc[part], "float32")
@@ -341,7 +341,7 @@ class Table(NamedTuple):
 
 
 def load_points(name: str, seed: int) -> Data:
-    """Points of the plane, with two classes."""
+    """Points in the plane, with two classes."""
     from hdnn.data import tables
 
     points = planar.load(name, seed=seed)
@@ -357,13 +357,13 @@ def load_points(name: str, seed: int) -> Data:
 
 
 class Job:
-    """A training on points of the plane, by the recipe of the paper.
+    """A training run on points in the plane, with the recipe of the paper.
 
     Attributes:
-        certified: the module to certify, if it is not the model.
-        facts: further metrics, of the training.
-        history: of the training.
-        certificate: None if there are no layers to certify.
+        certified: the module to certify, if this is not the model.
+        facts: further metrics of training.
+        history: the history of training.
+        certificate: the certificate; None if there are no layers to certify.
     """
 
     certified: Any = None
@@ -419,7 +419,7 @@ class Job:
 
 
 class TableJob(Job):
-    """A training on a file, as by the estimators, with a folder."""
+    """A training run on a file, like that of the estimators, with a folder."""
 
     def __init__(self, config: TableConfig) -> None:
         config = replace(config, device=find_device(config.device))
@@ -501,18 +501,18 @@ def estimator(config: TableConfig, classes: Sequence[str]) -> Any:
 
 
 def load_images(name: str) -> ImageData:
-    """MNIST or CIFAR-10, from the folder that HDNN_DATA names."""
+    """MNIST or CIFAR-10, from the folder in HDNN_DATA."""
     return load_mnist() if name == "mnist" else load_cifar10()
 
 
 def test_images(images: ImageData) -> Data:
-    """The test images, which the model is scored on."""
+    """The test images, on which the model is scored."""
     from hdnn.data.tables import Target
 
     target = Target("class", "classification", list(images.classes))
     x = images.normalised(images.images_test, torch.float32)
     data = Data({"test": (x, images.t_test)}, target, source=images)
-    data.points = x[:20]  # those that a certificate looks at
+    data.points = x[:20]  # the images for a certificate
     data.place = f"test images of {images.name}"
     data.common = int(torch.bincount(images.t_train.cpu()).argmax())
     data.facts = {
@@ -525,7 +525,7 @@ def test_images(images: ImageData) -> Data:
 
 
 class ImageJob(Job):
-    """A training on images, by a recipe of the paper's tables."""
+    """A training run on images, with a recipe of the paper's tables."""
 
     def __init__(self, config: ImageConfig) -> None:
         place = (config.data, config.network)
@@ -542,7 +542,7 @@ class ImageJob(Job):
         settings = recipes.image_settings(*place, epochs=epochs)
         if not settings and (config.layers or config.T or config.activation):
             raise OptionError(
-                f"{config.network} takes no --layers, --T or --activation."
+                f"{config.network} does not accept --layers, --T or --activation."
             )
         settings |= pick(config, ("layers", "activation"))
         layers = settings.get("layers")
@@ -578,7 +578,7 @@ JOBS: dict[type, Any] = {
 
 
 def draw(job: Job, folder: Path) -> list[str]:
-    """Write the pictures of a job as PNG files; none where matplotlib is missing."""
+    """Write the pictures of a job as PNG files; none if matplotlib is missing."""
     try:
         require("matplotlib", extra="plot")
     except MissingExtraError:
@@ -603,7 +603,7 @@ def write_picture(figure: Any, file: Path) -> None:
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result of one run, or of several with mean and spread of their scores."""
+    """The result of one run, or of several runs with mean and spread of their scores."""
     if len(results) == 1:
         return results[0]
     scores = {}
@@ -615,7 +615,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """A result for people."""
+    """A result as text."""
     if "runs" in result:
         rows = {}
         for each in result["runs"]:

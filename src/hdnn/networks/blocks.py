@@ -1,8 +1,9 @@
 """Layers made of any modules, on y = (p, q): p moves by a function of q, then q by one of p.
 
 Such moves are shears, with determinant 1 whatever the functions are. So the product of the singular
-values of dy_N/dy_j is 1 at any depth, its norm is at least 1, and each layer can be undone. Where
-the functions are gradients of energies, the layers are symplectic as well: the paper's case.
+values of dy_N/dy_j is 1 at any depth, the norm of dy_N/dy_j is at least 1, and each layer can be
+undone. Where the functions are gradients of energies, the layers are symplectic as well: the
+paper's case.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hdnn.errors import (
     choose,
     positive_float,
 )
+from hdnn.io import HubModule
 from hdnn.networks.network import (
     HOOKS,
     Guarantee,
@@ -39,11 +41,12 @@ SCOPE = (
 )
 
 
-class ShearLayers(nn.Module):
+class ShearLayers(HubModule):
     """The moves of the halves of a state along the axis `dim`: the base of blocks and stacks.
 
     A call passes further arguments (masks, edges, conditions) to all modules. It raises a
-    `ShapeError` if y cannot be halved, or if a module's result does not have the shape of a half.
+    `ShapeError` if y cannot be split in half, or if a module's result does not have the shape of a
+    half.
     """
 
     dim: int
@@ -72,10 +75,10 @@ class ShearLayers(nn.Module):
         return self._joined(y, rebuild.run(self._halves(y), moves, backprop))
 
     def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
-        """The first state from the last: exact up to rounding, or to the last bit on the grid.
+        """The first state from the last: exact up to rounding, or on the grid to the last bit.
 
         Args:
-            y: a last state.
+            y: the last state.
             *args: as in the forward pass.
             **options: as in the forward pass.
         """
@@ -94,7 +97,7 @@ class ShearLayers(nn.Module):
                 kind = f"{y.dtype} of shape {tuple(y.shape)}"
             error = DtypeError if fits and not number else ShapeError
             raise error(
-                f"{type(self).__name__} splits a floating-point state (a real one on the grid) "
+                f"{type(self).__name__} splits a floating-point state (on the grid, a real state) "
                 f"into (p, q) along axis {self.dim}, so its size there must be even, but got "
                 f"{kind}; double the state, y = torch.cat([x, x], dim), or add a zero."
             )
@@ -127,8 +130,8 @@ class Coupling(ShearLayers):
     """A layer made of any two modules, on states y = (p, q): `p += F(q)`, then `q += G(p)`.
 
     Both updates are shears, with determinant 1 whatever F and G are. So `norm(dy_N/dy_j) >= 1` in a
-    stack of such layers, and each can be undone. `layer(y, mask=mask)` passes further arguments to
-    both modules.
+    stack of such layers, and each layer can be undone. `layer(y, mask=mask)` passes further
+    arguments to both modules.
 
     Args:
         F: moves p by a function of q; None leaves p as it is.
@@ -163,9 +166,9 @@ class Coupling(ShearLayers):
 class Leapfrog(ShearLayers):
     """A layer made of any module, on states y = (p, q): `p += h F(q)`, then `q += h p`.
 
-    With `F = -dV/dq` these are the equations of a mass in the potential V, with the energy
-    `H = |p|^2 / 2 + V(q)`. For any F `norm(dy_N/dy_j) >= 1` in a stack of such layers, and each can
-    be undone.
+    With `F = -dV/dq` these are the equations of motion of a mass in the potential V, with the
+    energy `H = |p|^2 / 2 + V(q)`. For any F, `norm(dy_N/dy_j) >= 1` in a stack of such layers, and
+    each layer can be undone.
 
     Args:
         F: moves p by a function of q; its result has the shape of q.
@@ -277,7 +280,7 @@ def _is_gradient(field: Any) -> bool:
 
 
 def _gradient(total: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The gradient at an alias of x, on which nothing else depends."""
+    """The gradient at an alias of x; nothing else depends on the alias."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         alias = x.view_as(x)  # unlike detach(), with the tangent of x
@@ -327,17 +330,18 @@ class Reversible(ShearLayers):
     `torch.compile` compiles a whole stack only if its states are stored; otherwise compile each F
     and G.
 
-    With "reversible" each complete backward pass checks the first state that it rebuilds: slightly
-    wrong gradients give a `ReversalWarning`, worthless ones an error. So does a module that
-    computes something else the second time, unless it moves a half by less than about 4e-6
-    (float32) of its size after the first block, or only a few entries in a thousand differ.
+    With "reversible", each complete backward pass checks the first state that it rebuilds: slightly
+    wrong gradients give a `ReversalWarning`, worthless gradients an error. A module that computes
+    something else the second time is noticed in the same way, unless it moves a half by less than
+    about 4e-6 (float32) of its size after the first block, or only a few entries in a thousand
+    differ.
 
     Args:
         blocks: the layers, all of which split the state along the same axis.
-        backprop: what the backward pass starts from. "stored", which "auto" chooses too: autograd
-            stores all it needs. "checkpoint": about sqrt(N) states are stored, and the layers
-            between them run again. "reversible": only the last state is stored, and the layers are
-            undone one by one.
+        backprop: which saved states the backward pass starts from. "stored", the choice of "auto":
+            autograd stores all it needs. "checkpoint": about sqrt(N) states are stored, and the
+            layers between them run again. "reversible": only the last state is stored, and the
+            layers are undone one by one.
         state: "float", or "fixed": all states lie on a fine grid of integers, so undoing is exact
             to the last bit, and gradients equal those of stored states at any depth. A state that
             leaves the grid is an error.
@@ -401,7 +405,7 @@ class Reversible(ShearLayers):
         """All states, `y_0` to `y_N`, stacked: `(N+1, *y.shape)`.
 
         Args:
-            y: a first state.
+            y: the first state.
             *args: passed to all modules.
             **options: passed to all modules.
         """
@@ -435,7 +439,7 @@ class Reversible(ShearLayers):
 
 
 def _is_hooked(block: nn.Module) -> bool:
-    """True if a block has hooks, other than those by which hdnn watches all modules."""
+    """True if a block has hooks, other than the hooks by which hdnn watches all modules."""
     hooks = [hook for kind in HOOKS for hook in getattr(block, kind).values()]
     return not all(str(hook.__module__).startswith("hdnn.") for hook in hooks)
 

@@ -34,16 +34,16 @@ def to_reversible(
 ) -> Model:
     """A copy of a pre-norm residual model whose blocks are layers of a leapfrog network.
 
-    The blocks `x + F(x)` become `p += h F(q)`, `q += h p`, from p = 0 and q = x; what follows them
-    gets the last q. F is the same, and so are all weights and their number, embeddings, head and
-    masks.
+    The blocks `x + F(x)` become `p += h F(q)`, `q += h p`, from p = 0 and q = x; the modules after
+    the blocks get the last q. F, all weights, embeddings, head and masks stay the same.
 
-    The copy computes another function: from the second block on, its outputs differ from the
+    The copy computes a different function: from the second block on, its outputs differ from the
     original's, so pretrained weights are only a start. The blocks' weights have new names
     (`load_state_dict` takes the old names too), and a list of blocks has one element, the stack.
     Hooks on a block are no longer called, only those on its submodules, so GPT-2 returns no hidden
     states of single blocks. Unless states are stored, training keeps no cache of keys and values.
-    `from_pretrained` knows only the original: convert it again, then `load_state_dict`.
+    `from_pretrained` only knows the original model: convert that model again, then call
+    `load_state_dict`.
 
     Args:
         model: one of `nn.TransformerEncoder` with norm_first=True, timm's vision transformers
@@ -57,7 +57,7 @@ def to_reversible(
         `guarantee()` says what is promised.
 
     Raises:
-        OptionError: if the model has no stack that can be converted, or is converted already.
+        OptionError: if the model has no stack that can be converted, or has already been converted.
 
     Examples:
         >>> import torch
@@ -74,7 +74,7 @@ def to_reversible(
     modules = list(model.modules())
     if any(isinstance(module, LeapfrogStack) for module in modules):
         raise OptionError(
-            f"this {type(model).__name__} is a leapfrog network already."
+            f"this {type(model).__name__} is already a leapfrog network."
         )
     stacks = [
         (owner, *stack) for owner in modules if (stack := _blocks_of(owner))
@@ -145,7 +145,7 @@ class LeapfrogStack(nn.Module):
 
     @property
     def self_attn(self) -> nn.Module:
-        """The attention of the first block, which `nn.TransformerEncoder` looks at."""
+        """The attention of the first block, which `nn.TransformerEncoder` reads."""
         return self.net[0].F.block.self_attn  # pyright: ignore
 
     def guarantee(self) -> Guarantee:
@@ -165,7 +165,7 @@ class Branches(nn.Module):
 
 
 class EncoderBranches(Branches):
-    """Of `nn.TransformerEncoderLayer`."""
+    """The sum of `nn.TransformerEncoderLayer`."""
 
     def forward(
         self,
@@ -182,7 +182,7 @@ class EncoderBranches(Branches):
 
 
 class VisionBranches(Branches):
-    """Of `timm.models.vision_transformer.Block`."""
+    """The sum of `timm.models.vision_transformer.Block`."""
 
     def forward(self, q: Tensor, **options: Any) -> Tensor:
         block = self.block
@@ -191,7 +191,7 @@ class VisionBranches(Branches):
 
 
 class GPT2Branches(Branches):
-    """Of `transformers.models.gpt2.modeling_gpt2.GPT2Block`."""
+    """The sum of `transformers.models.gpt2.modeling_gpt2.GPT2Block`."""
 
     def forward(
         self,
@@ -234,11 +234,12 @@ def _vision_block_reason(block: Any) -> str | None:
 
 def _gpt2_block_reason(block: Any) -> str | None:
     if "uple" in str(block.forward.__annotations__.get("return")):
-        return "this transformers returns tuples from them; install transformers 5 or newer"
+        return "this transformers release returns tuples from them; install transformers 5 or newer"
     return None
 
 
-# Where modules hold residual blocks, the sums of these, and why one cannot be converted.
+# For each class: the attribute with its residual blocks, their sums, and why one cannot be
+# converted.
 STACKS: dict[str, tuple[str, type[Branches], Any]] = {
     "torch.TransformerEncoder": (
         "layers",
@@ -285,7 +286,7 @@ def _without_cache(argument: Any) -> Any:
 def _rename(
     blocks: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Let a list of blocks take the weights of the model that was converted."""
+    """Let a list of blocks load the weights of the original model."""
     for name in list(state):
         match = re.fullmatch(re.escape(prefix) + r"(\d+)\.(?!net\.)(.*)", name)
         if match:

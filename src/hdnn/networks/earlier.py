@@ -16,7 +16,7 @@ from hdnn.schemes import Force
 
 
 class MS1(Network):
-    """The first of the earlier networks, with no `K^T` outside of sigma.
+    """The first of the earlier networks, with no `K^T` outside sigma.
 
         q_{j+1} = q_j - h sigma(K_0^T p_j + b_1)
         p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2)
@@ -58,9 +58,9 @@ class MS1(Network):
 class MS2(Network):
     """Forward Euler with a skew-symmetric K: `y_{j+1} = y_j + h sigma(K_j y_j + b_j)`.
 
-    For a monotone activation `norm(dy_N/dy_j) >= 1` at any depth; for others nothing is promised.
-    The features may be odd. Parameters `K_free`, the entries of K above its diagonal, and b
-    `(N, n)`; options are those of `Network`.
+    For a monotone activation `norm(dy_N/dy_j) >= 1` at any depth; for other activations nothing is
+    promised. The features may be odd. Parameters `K_free`, the entries of K above its diagonal, and
+    b `(N, n)`; options are those of `Network`.
     """
 
     stacked = ("K", "b")
@@ -85,7 +85,8 @@ class MS2(Network):
         """`J = K^-T`: needs an invertible K, hence an even n."""
         if self.features % 2:  # then K is singular, which rounding would hide
             self._refuse(
-                "has no J for an odd number of features: a skew K of odd size is singular."
+                "has no J for an odd number of features: a skew-symmetric K of odd size is "
+                "singular."
             )
         K, b = self.stacks()
         return {"J": _inverse(K.mT), "K": K, "b": b}
@@ -101,7 +102,7 @@ class MS3(Network):
         p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1)
         q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2)
 
-    Symplectic as H2 is. Parameters `K_1`, `K_2` `(N, m, m)` and `b_1`, `b_2` `(N, m)`, with
+    Symplectic, like H2. Parameters `K_1`, `K_2` `(N, m, m)` and `b_1`, `b_2` `(N, m)`, with
     m = n/2; options are those of `Network`.
     """
 
@@ -137,7 +138,7 @@ class MLP(Network):
         >>> import hdnn
         >>> net = hdnn.MLP(features=4, layers=256, dtype=torch.float64)
         >>> y = torch.randn(10, 4, dtype=torch.float64)
-        >>> dy = hdnn.analysis.backward_sensitivity(net, y)  # dy_N/dy_j, of which dy_N/dy_0 is gone
+        >>> dy = hdnn.analysis.backward_sensitivity(net, y)  # dy_N/dy_j; dy_N/dy_0 has vanished
         >>> bool(hdnn.analysis.norms(dy[0]).max() < 1e-6)
         True
     """
@@ -178,7 +179,7 @@ class MLP(Network):
         return functional.bare(K, b)
 
     def refine(self, k: int) -> NoReturn:
-        """Always an error: this network does not discretise an ODE."""
+        """Raise an error: this network does not discretise an ODE."""
         self._refuse("does not discretise an ODE and cannot be refined.")
 
 

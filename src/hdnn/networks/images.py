@@ -1,7 +1,7 @@
 """Hamiltonian units: H1 and H2 on images, with K a convolution.
 
-A layer is made of moves B^T sigma(A s + a), a convolution and a transposed one: A is K, and B is K
-times the step, with the signs (for H1 also the halves) of J.
+A layer consists of moves B^T sigma(A s + a), each a convolution and a transposed convolution: A is
+K, and B is K times the step, with the signs (for H1 also the order of the halves) of J.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from hdnn.errors import (
     choose,
     positive_int,
 )
+from hdnn.io import HubModule, new_tensor
 from hdnn.networks.network import (
     ALWAYS,
     EXPANDING,
     SYMPLECTIC,
     Guarantee,
     Steps,
-    new_tensor,
     normal,
     step_size,
     unknown_reason,
 )
 
 NORMS = ("none", "inside", "after", "both")
-MOMENTUM = 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
+MOMENTUM = 0.1  # momentum of the normalisation, as in torch.nn.BatchNorm2d
 EPS = 1e-5
 # The first values of weights and statistics that are not drawn.
 FIRST = {"K": 0.0, "b": 0.0, "gamma": 1.0, "beta": 0.0, "mean": 0.0, "var": 1.0}
 
 
-class HamiltonianUnit(nn.Module):
+class HamiltonianUnit(HubModule):
     """N layers of `y' = J K^T sigma(K y + b)` on images, with K a convolution.
 
     The first half of the channels is p, the second q. "h1" is forward Euler, with parameters K
-    (N, C, C, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with `K_p`, `K_q`
-    (N, C/2, C/2, k, k) and `b_p`, `b_q` (N, C/2). `guarantee()` says whether
-    `norm(dy_N/dy_j) >= 1` holds with these options. `torch.compile` makes units fast on a GPU.
+    (N, C, C, k, k) and b (N, C); "h2" is semi-implicit Euler, symplectic, with `K_p`, `K_q`
+    (N, C/2, C/2, k, k) and `b_p`, `b_q` (N, C/2). `guarantee()` says whether `norm(dy_N/dy_j) >= 1`
+    holds with these options. `torch.compile` makes units fast on a GPU.
 
-    Under autocast, or with weights in half precision, the state stays in float32 inside the unit
+    Under autocast, or with weights in half precision, the state is kept in float32 inside the unit
     and the convolutions run in the lower precision; `y_N` has the dtype of `y_0`.
 
     Args:
@@ -63,33 +63,34 @@ class HamiltonianUnit(nn.Module):
         layers: N, the number of steps.
         network: "h1" or "h2".
         kernel: k, the side of the kernels of K.
-        step: the step h, a number or one for each layer; or give T instead.
+        step: the step h: one number, or one for each layer; or give T instead.
         h: another name for `step`.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.
         activation: sigma, one of `hdnn.activations.names()`, or an elementwise function or module.
-        padding: zeros around an image inside K, by default k // 2; it does not change the shape of
-            states.
-        norm: "inside" puts batch normalisation between K y + b and sigma, "after" behind the unit,
-            "both" in both places, "none" nowhere.
-        backprop: what the backward pass starts from: "stored" states of all layers, or a
-            "checkpoint" every few layers, with the layers between run a second time, so that memory
-            grows with sqrt(N). Both give the same gradients for any weights. "reversible" (h2)
-            rebuilds states from `y_N`, so memory does not grow at all, but rounding errors grow as
-            the layers expand: inexact gradients give a `ReversalWarning`, worthless ones an error.
-            "auto" follows `hdnn.engine.use(backprop=...)`, or stores all states while they take
-            less than 1/32 of the memory, and checkpoints beyond that.
-        drop: the probability of leaving a layer out for an image in training, one for all layers or
-            one per layer. The layers that stay have the step h / (1 - drop), so the mean step is h.
-            The theorem holds for any steps, these included.
+        padding: the width of the border of zeros inside K, by default k // 2; states keep their
+            shape with any padding.
+        norm: "inside" puts batch normalisation between K y + b and sigma, "after" puts it after the
+            unit, "both" in both places, "none" nowhere.
+        backprop: which saved states the backward pass starts from. "stored": the states of all
+            layers. "checkpoint": one state every few layers; the layers in between are run again,
+            so memory grows with sqrt(N). Both give the same gradients for any weights. "reversible"
+            (h2): only `y_N`, from which the other states are rebuilt. Memory then does not grow,
+            but rounding errors grow as the layers expand: inexact gradients give a
+            `ReversalWarning`, worthless gradients an error. "auto" follows
+            `hdnn.engine.use(backprop=...)`; by default it stores all states while they take less
+            than 1/32 of the memory, and uses checkpoints beyond that.
+        drop: the probability of skipping a layer for an image in training: one for all layers, or
+            one per layer. The layers that run have the step h / (1 - drop), so the mean step is h.
+            The theorem holds for any steps, including these.
         init: "scaled" draws K from N(0, 1/fan-in) with b = 0; "paper" draws all from N(0, 1).
-        generator: of the initial weights; by default PyTorch's global one.
-        dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default PyTorch's default device.
+        generator: the random generator for the initial weights; by default PyTorch's global one.
+        dtype: the dtype of the weights; by default `torch.get_default_dtype()`.
+        device: the device of the weights; by default PyTorch's default device.
 
     Raises:
         ShapeError: if the channels are odd.
-        OptionError: if a name or a number is not known, or two options exclude each other, such as
-            "h1" and "reversible".
+        OptionError: if an option is unknown or out of range, or two options exclude each other,
+            such as "h1" and "reversible".
 
     Examples:
         >>> import torch
@@ -140,7 +141,8 @@ class HamiltonianUnit(nn.Module):
         self.halves = ("q", "p") if network == "h2" else ("",)
         if channels % 2:
             raise ShapeError(
-                f"{channels} channels do not split into (p, q); take an even number."
+                f"{channels} channels do not split into (p, q); use an even number, for example "
+                f"after torch.nn.Conv2d({channels}, {channels + 1}, 1)."
             )
         if network == "h1" and backprop == "reversible":
             raise OptionError(
@@ -157,12 +159,12 @@ class HamiltonianUnit(nn.Module):
 
     @property
     def normed(self) -> bool:
-        """True if normalisation stands between K y + b and sigma."""
+        """True if there is a normalisation between K y + b and sigma."""
         return self.norm in ("inside", "both")
 
     @property
     def track_running_stats(self) -> bool:
-        """True if a training pass moves the running means, as in torch.nn.BatchNorm2d."""
+        """True if a training pass updates the running means, as in torch.nn.BatchNorm2d."""
         return self.normed
 
     @property
@@ -192,7 +194,7 @@ class HamiltonianUnit(nn.Module):
         """Draw all weights again, as the constructor does.
 
         Args:
-            generator: of the weights; by default PyTorch's global one.
+            generator: the random generator for the weights; by default PyTorch's global one.
         """
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             kind = name.split("_")[0]
@@ -204,7 +206,7 @@ class HamiltonianUnit(nn.Module):
     def _start(
         self, tensor: Tensor, kind: str, generator: torch.Generator | None
     ) -> None:
-        """Give a tensor its first values."""
+        """Fill a tensor with its first values."""
         paper = self.init == "paper"
         if kind != "K" and not (kind == "b" and paper):
             tensor.fill_(FIRST[kind])
@@ -216,7 +218,7 @@ class HamiltonianUnit(nn.Module):
         """One stack of weights.
 
         Args:
-            name: of a parameter, such as "K" or "b_p".
+            name: the name of a parameter, such as "K" or "b_p".
         """
         return getattr(self, name)
 
@@ -250,7 +252,7 @@ class HamiltonianUnit(nn.Module):
     # The layers
 
     def forward(self, y: Tensor) -> Tensor:
-        """The last state, `y_N` from `y_0`.
+        """The last state `y_N`, computed from `y_0`.
 
         Args:
             y: images (B, C, height, width).
@@ -278,15 +280,15 @@ class HamiltonianUnit(nn.Module):
         """The state after layer j alone.
 
         Args:
-            y: the state before it, (B, C, height, width).
-            j: its number.
+            y: the state before layer j, (B, C, height, width).
+            j: the number of the layer.
         """
         return self.run_layers(y, slice(j, j + 1 or None))
 
     def run_layers(
         self, y: Tensor, layers: slice, *, trajectory: bool = False
     ) -> Tensor:
-        """The state after running only some layers, or all states on the way.
+        """The state after running only some layers, or all states along the way.
 
         Args:
             y: the state before the first of these layers, (B, C, height, width).
@@ -306,7 +308,7 @@ class HamiltonianUnit(nn.Module):
         return torch.stack(states) if trajectory else states[-1]
 
     def inverse(self, y: Tensor) -> Tensor:
-        """The first state from the last, for h2; batch statistics need the same batch again.
+        """The first state from the last, for h2; with batch statistics, pass the same whole batch.
 
         Args:
             y: the state after the last layer, (B, C, height, width).
@@ -330,7 +332,8 @@ class HamiltonianUnit(nn.Module):
     ) -> Tensor:
         """The state after `run` of all moves.
 
-        If `training` is true, layers are left out and running means follow the batch in training.
+        If `training` is true and the unit is in training mode, layers are skipped and running means
+        are updated.
         """
         self._check_images(y)
         dtype = self._dtype
@@ -369,7 +372,7 @@ class HamiltonianUnit(nn.Module):
         K = self.weight(named("K", half))
         B = self._times_step(-K if half == "q" else K)
         if self.network == "h1":
-            # J swaps the halves of what comes out.
+            # J swaps the halves of the result.
             B_p, B_q = B.chunk(2, 2)
             B = torch.cat([-B_q, B_p], 2)
         stacks = [
@@ -457,13 +460,13 @@ class HamiltonianUnit(nn.Module):
             kind = f"{y.dtype} of shape {tuple(y.shape)}"
         raise error(
             f"a unit takes images (B, {self.channels}, height, width) in the dtype of its weights, "
-            f"{self._dtype}, but got {kind}; use .to(dtype) on one of them."
+            f"{self._dtype}, but got {kind}; use .to(dtype) on the images or the unit."
         )
 
     def guarantee(self) -> Guarantee:
         """The theorem that `norm(dy_N/dy_j) >= 1` for this unit as it is now, or why there is none.
 
-        Normalisation after the unit is not part of the Hamiltonian stack, and not covered. With
+        Normalisation after the unit is not part of the Hamiltonian stack, and is not covered. With
         `norm="inside"`, each channel's activation in evaluation is sigma(s x + c): still
         Hamiltonian, and for H1 monotone if s >= 0. In training each sample's gradient depends on
         the batch: the H2 map of the batch preserves volume, but nothing is promised for one sample.
@@ -471,7 +474,7 @@ class HamiltonianUnit(nn.Module):
         reason = unknown_reason(self)
         sigma = activations.get(self.activation)
         if self.normed and self.training:
-            reason = "batch statistics couple the samples in training; ask again in eval()"
+            reason = "batch statistics couple the samples in training; call eval() and ask again"
         elif self.network == "h1" and not sigma.monotone:
             reason = f"forward Euler promises nothing for {self.activation}, which may decrease"
         elif (
@@ -523,7 +526,7 @@ def _probabilities(drop: Any, layers: int) -> tuple[float, ...]:
     drops = tuple(drop) if isinstance(drop, (list, tuple)) else (drop,) * layers
     if len(drops) != layers or not all(0 <= p < 1 for p in drops):
         raise OptionError(
-            f"drop must be a number from 0 to below 1, or one for each of {layers} layers, but got "
-            f"{drop}."
+            f"drop must be at least 0 and below 1, one number or one for each of {layers} layers, "
+            f"but got {drop}."
         )
     return drops

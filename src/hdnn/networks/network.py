@@ -23,6 +23,7 @@ from hdnn.errors import (
     positive_float,
     positive_int,
 )
+from hdnn.io import HubModule, new_tensor
 from hdnn.schemes import Force, Scheme
 
 DEFAULT_T = 2.4
@@ -33,7 +34,7 @@ ALWAYS = "at any depth, for any weights and any activation"
 
 Steps = float | Sequence[float] | Tensor
 
-# Python calls these by itself, so a class may change what a module computes by them.
+# Python calls these by itself, so overriding one can change what a module computes.
 CALLS = (
     "__call__",
     "__getattr__",
@@ -43,13 +44,16 @@ CALLS = (
     "__len__",
     "_call_impl",
 )
-# A subclass may have its own of these, and computes the same.
+# A subclass may override these and still compute the same.
 HARMLESS = (
     "config",
     "constants",
     "extra_repr",
+    "from_pretrained",
     "guarantee",
+    "push_to_hub",
     "reset_parameters",
+    "save_pretrained",
     "smoothness",
 )
 HOOKS = (
@@ -67,8 +71,8 @@ class Guarantee:
 
     Attributes:
         holds: True if it is a theorem for this network.
-        theorem: what it follows from, or "none".
-        why: for which depths, weights and activations; or why nothing is promised.
+        theorem: the fact that proves it, or "none".
+        why: the depths, weights and activations it holds for, or why nothing is promised.
 
     Examples:
         >>> import hdnn
@@ -87,7 +91,7 @@ def unknown_reason(module: nn.Module) -> str | None:
     """Why the theorems on a module's class may not hold for it, or None.
 
     A subclass outside of hdnn that overrides what is computed may change values and gradients, and
-    so may hooks, but for those of PyTorch itself.
+    so may hooks, except PyTorch's own hooks.
     """
     kind = type(module)
     own = [cls for cls in kind.__mro__ if _home(cls) not in (*OURS, "object")]
@@ -111,7 +115,7 @@ def _is_computed_by(kind: type, name: str) -> bool:
 def hook_reason(module: nn.Module) -> str | None:
     """Why hooks may change the values or the gradients of a module, or None.
 
-    Of the module, of all modules, and of its parameters.
+    This covers hooks of the module, of all modules, and of the module's parameters.
     """
     hooks: dict[str, list[Any]] = {}
     for kind in HOOKS:
@@ -138,7 +142,7 @@ def _home(thing: Any) -> str:
     return module.partition(".")[0]
 
 
-class Network(nn.Module):
+class Network(HubModule):
     """A stack of N layers on states `(*batch, n)`: the base class of H1, H2, MLP and all others.
 
     The weights of all layers are stacked, `(N, ...)`. `net[j]` is layer j, and `len(net)` is N.
@@ -148,7 +152,7 @@ class Network(nn.Module):
         features: n, the size of a state.
         layers: N, the number of layers.
         scheme: how a layer steps, an `hdnn.schemes.Scheme`.
-        step: the step h, a number or one for each layer; or give T instead.
+        step: the step h: one number, or one for each layer; or give T instead.
         h: another name for `step`.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.
         activation: sigma, one of `hdnn.activations.names()`, or an elementwise function or module
@@ -156,16 +160,17 @@ class Network(nn.Module):
         learn_step: train the step of each layer too; it stays positive.
         tied: give all layers the same weights.
         init: "scaled" draws K from N(0, 1/n) with b = 0; "paper" draws all from N(0, 1).
-        engine: what runs the layers, "auto", "reference" or "fused": see `hdnn.engine`.
-        backprop: what the backward pass starts from, "auto", "stored", "checkpoint" or
-            "reversible": see `hdnn.engine`.
-        generator: of the initial weights; by default PyTorch's global one.
-        dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default PyTorch's default device.
+        engine: the engine that runs the layers, "auto", "reference" or "fused": see `hdnn.engine`.
+        backprop: which saved states the backward pass starts from, "auto", "stored", "checkpoint"
+            or "reversible": see `hdnn.engine`.
+        generator: the random generator for the initial weights; by default PyTorch's global one.
+        dtype: the dtype of the weights; by default `torch.get_default_dtype()`.
+        device: the device of the weights; by default PyTorch's default device.
 
     Raises:
-        OptionError: if an option is not known, or two exclude each other, such as `step` and `T`.
-        ShapeError: if a tensor has the wrong shape, or the features are odd but are to be halved.
+        OptionError: if an option is unknown, or two options exclude each other, such as `step` and
+            `T`.
+        ShapeError: if a tensor has the wrong shape, or an odd number of features must be halved.
         DtypeError: if `dtype` is not a floating-point type.
 
     Examples:
@@ -179,7 +184,7 @@ class Network(nn.Module):
 
     # The weights that each layer has, in the order in which they are drawn
     stacked: tuple[str, ...] = ()
-    rows: int | None = None  # of K; by default as many as it has columns
+    rows: int | None = None  # rows of K; by default as many as K has columns
     forward_euler = False
 
     def __init__(
@@ -219,7 +224,7 @@ class Network(nn.Module):
         self.learn_step = learn_step
         if tied and learn_step and isinstance(self.step, tuple):
             self._refuse("tied layers learn one step; give a single step or T.")
-        # Of the matrices that are stored by their free entries
+        # For matrices that are stored by their free entries
         self._shapes: dict[str, torch.Size] = {}
         self._skew: set[str] = set()
         like = new_tensor(dtype, device)
@@ -259,7 +264,7 @@ class Network(nn.Module):
         return draw if self.init == "paper" else draw * self.features**-0.5
 
     def _first_log_h(self) -> Tensor:
-        # log h is learned: a step stays positive whatever happens to it.
+        # log h is learned, so a step is always positive.
         steps = torch.as_tensor(self.step, dtype=torch.float64)
         return steps.expand(1 if self.tied else self.layers).log()
 
@@ -291,7 +296,7 @@ class Network(nn.Module):
             self.register_buffer(f"{name}_free", entries)
 
     def weight(self, name: str) -> Tensor:
-        """One stack of weights, zeros outside patterns included: `(N, ...)`, or `(1, ...)` if tied.
+        """One stack of weights, with zeros outside patterns: `(N, ...)`, or `(1, ...)` if tied.
 
         Args:
             name: one of `stacked`, or "X" or "J".
@@ -331,7 +336,7 @@ class Network(nn.Module):
     def reset_parameters(
         self, generator: torch.Generator | None = None
     ) -> None:
-        """Draw all weights again, as the constructor does; learned steps go back to the first."""
+        """Draw all weights again, as the constructor does; reset learned steps."""
         device = next(self.parameters()).device
         for name in self.stacked:
             self.assign(name, self._first(name, generator, device))
@@ -359,7 +364,7 @@ class Network(nn.Module):
 
     @property
     def h(self) -> float | tuple[float, ...] | Tensor:
-        """The step: a float, one per layer, or the learned ones `(N,)`."""
+        """The step: one float, one per layer, or the learned steps `(N,)`."""
         if self.learn_step:
             return self.log_h.exp().expand(self.layers)
         return self.step
@@ -420,7 +425,7 @@ class Network(nn.Module):
         return self._run(y, trajectory=True)
 
     def inverse(self, y: Tensor, *, trajectory: bool = False) -> Tensor:
-        """The first state from the last, exact up to rounding; or all states, in forward order."""
+        """The first state from the last state, exact up to rounding; or all, in forward order."""
         if not self.invertible:
             self._refuse(
                 "has no explicit inverse; H2, MS1, MS3, Verlet and Yoshida networks have one."
@@ -435,11 +440,11 @@ class Network(nn.Module):
     def run_layers(
         self, y: Tensor, layers: slice, *, trajectory: bool = False
     ) -> Tensor:
-        """The state after running only some layers, or all states on the way.
+        """The state after running only some layers, or all states along the way.
 
         Args:
             y: the state before the first of these layers.
-            layers: their numbers.
+            layers: the numbers of these layers.
             trajectory: return all these states, `(L+1, *batch, n)`.
         """
         numbers = range(self.layers)[layers]
@@ -455,7 +460,7 @@ class Network(nn.Module):
     def _run(
         self, y: Tensor, layers: slice | None = None, **options: Any
     ) -> Tensor:
-        """All layers or some alone, with further options of a run."""
+        """Run all layers or only some, with further options."""
         self._check_features(y)
         forces = self.forces()
         h: Any = getattr(self, "h", 1.0)
@@ -473,7 +478,7 @@ class Network(nn.Module):
             **options,
         )
 
-    # What is known of it
+    # Properties
 
     @property
     def invertible(self) -> bool:
@@ -492,13 +497,13 @@ class Network(nn.Module):
 
     @property
     def sigma(self) -> Activation:
-        """The activation itself."""
+        """The activation function."""
         return activations.get(self.activation)
 
     def guarantee(self) -> Guarantee:
         """The theorem that `norm(dy_N/dy_j) >= 1`, or the reason why there is none.
 
-        It does not cover a subclass that computes in another way (which may define its own
+        The theorem does not cover a subclass that computes in another way (which may define its own
         guarantee), nor a network with hooks, which may change values and gradients.
         """
         why = f"no theorem covers {self.scheme.name} layers: norms below 1 are possible"
@@ -521,12 +526,12 @@ class Network(nn.Module):
     ) -> Tensor:
         """The derivatives `dy_{j+1}/dy_j` of all or some layers, `(L, B, n, n)`.
 
-        In denominator layout: the transpose of what `torch.autograd.functional.jacobian` gives. For
-        a subclass that computes in its own way, the layers run one by one.
+        The layout is denominator layout: the transpose of `torch.autograd.functional.jacobian`. For
+        a subclass with its own computation, the layers run one by one.
 
         Args:
-            states: before and after each of these layers, `(L+1, B, n)`, as `trajectory` gives.
-            layers: which ones; by default all.
+            states: the states before and after these layers, `(L+1, B, n)`, as `trajectory` gives.
+            layers: the numbers of the layers; by default all.
         """
         if unknown_reason(self) is None:
             forces = _sliced(self.forces(), layers)
@@ -562,7 +567,7 @@ class Network(nn.Module):
     def field_rates(self) -> Tensor:
         """A bound on the derivative of the field in each layer: `S |K_j|^2 |J_j|`, `(N,)`.
 
-        With gains also times the largest of them.
+        With gains, this is multiplied by the largest absolute gain of the layer.
         """
         field = self.field()
         K_norm = spectral_norm(field["K"])
@@ -574,7 +579,7 @@ class Network(nn.Module):
     def smoothness(self) -> Tensor:
         """The regulariser R_K, small where weights change little from layer to layer.
 
-        h/2 sum_{j=1}^{N-1} |K_j - K_{j-1}|_F^2 + |b_j - b_{j-1}|^2
+        h/2 sum_{j=1}^{N-1} |K_j - K_{j-1}|_F^2 + |b_j - b_{j-1}|^2, and the same for gains
         """
         jumps: Any = 0.0
         for stack in self._smooth():
@@ -585,10 +590,10 @@ class Network(nn.Module):
         """The stacks whose jumps make up R_K."""
         return self.stacks()
 
-    # Making it again
+    # Copies
 
     def config(self) -> dict[str, Any]:
-        """The constructor arguments of this network, as JSON can hold them."""
+        """The constructor arguments of this network, in a form that JSON can hold."""
         config = {
             "features": self.features,
             "layers": self.layers,
@@ -606,7 +611,7 @@ class Network(nn.Module):
         return {}
 
     def refine(self, k: int) -> Self:
-        """The network with k times the layers at steps h/k: the same function in the limit."""
+        """A network with k times as many layers and steps h/k: the same function in the limit."""
         k = positive_int("k", k)
         weight = next(self.parameters())
         options = self._refined_config(k)
@@ -619,7 +624,7 @@ class Network(nn.Module):
             **options,
             engine=self.engine,
             backprop=self.backprop,
-            # All that it draws is overwritten: spare the global generator.
+            # All drawn weights are overwritten: spare the global generator.
             generator=torch.Generator(),
             dtype=weight.dtype,
             device=weight.device,
@@ -643,13 +648,13 @@ class Network(nn.Module):
             config["step"] = step / k
         return config
 
-    # Looking at it
+    # Views
 
     def __len__(self) -> int:
         return self.layers
 
     def __getitem__(self, layers: int | slice) -> Layers:
-        """Layer j, or a slice of the layers, as a view that can be run and looked at."""
+        """Layer j, or a slice of the layers, as a view that can be run and inspected."""
         return Layers(self, range(self.layers))[layers]
 
     def extra_repr(self) -> str:
@@ -684,8 +689,9 @@ class Network(nn.Module):
 class Layers:
     """Some layers of a network, as a view that can be run: `layers(y)`, `layers.trajectory(y)`.
 
-    `layers.K_p` and the like are their weights `(L, ...)`; those of a single layer, `net[j]`, have
-    no first axis. To change one, write into it: `with torch.no_grad(): net[2].b_p.zero_()`.
+    `layers.K_p` and other names give the weights `(L, ...)`; the weights of a single layer,
+    `net[j]`, have no first axis. To change a weight, write into it:
+    `with torch.no_grad(): net[2].b_p.zero_()`.
     """
 
     def __init__(
@@ -704,7 +710,7 @@ class Layers:
             return Layers(self.net, range(numbers, numbers + 1), numbers)
         if numbers.step < 1:
             raise OptionError(
-                "layers run forwards: take a slice with a positive step."
+                "layers run forwards: use a slice with a positive step."
             )
         return Layers(self.net, numbers)
 
@@ -742,7 +748,7 @@ class Layers:
 
 
 def spectral_norm(K: Tensor) -> Tensor:
-    """The largest singular value of each matrix, in half precision too."""
+    """The largest singular value of each matrix, also in half precision."""
     work = torch.promote_types(K.dtype, torch.float32)
     return torch.linalg.matrix_norm(K.to(work), 2).to(K.dtype)
 
@@ -770,23 +776,11 @@ def normal(
     generator: torch.Generator | None,
     device: torch.device,
 ) -> Tensor:
-    """Numbers from N(0, 1), in float32: a seed gives the same ones for weights of any dtype."""
+    """Numbers from N(0, 1), in float32: a seed gives the same numbers for weights of any dtype."""
     where = device if generator is None else generator.device
     return torch.randn(
         shape, generator=generator, dtype=torch.float32, device=where
     )
-
-
-def new_tensor(dtype: torch.dtype | None, device: Any) -> Tensor:
-    """An empty tensor in the dtype and on the device of a network's weights."""
-    try:
-        return torch.empty(0, dtype=dtype, device=device)
-    except (AssertionError, RuntimeError) as error:
-        if "cuda" not in str(device):
-            raise
-        raise OptionError(
-            'no CUDA device is available; use device="cpu".'
-        ) from error
 
 
 def step_size(
@@ -803,7 +797,7 @@ def step_size(
     if isinstance(step, Tensor) and step.requires_grad:
         raise OptionError(
             "step requires a gradient, but a network keeps its steps as numbers; use "
-            "learn_step=True, or a function of hdnn.functional, whose h takes gradients."
+            "learn_step=True, or a function of hdnn.functional, whose h may require gradients."
         )
     if isinstance(step, (Tensor, np.ndarray)):
         step = step.tolist()
