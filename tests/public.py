@@ -16,6 +16,8 @@ MODULES = (
     "hdnn.data.images",
     "hdnn.data.planar",
     "hdnn.distributed",
+    "hdnn.dynamics",
+    "hdnn.dynamics.systems",
     "hdnn.engine",
     "hdnn.errors",
     "hdnn.estimators",

@@ -29,6 +29,7 @@ GROUPS = {
     "hdnn.control": "control",
     "hdnn.data": "data",
     "hdnn.distributed": "distributed",
+    "hdnn.dynamics": "dynamics",
     "hdnn.engine": "engine",
     "hdnn.errors": "errors",
     "hdnn.estimators": "estimators",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hdnn import control as control
     from hdnn import data as data
     from hdnn import distributed as distributed
+    from hdnn import dynamics as dynamics
     from hdnn import engine as engine
     from hdnn import errors as errors
     from hdnn import estimators as estimators
@@ -56,14 +57,15 @@ if TYPE_CHECKING:
     )
     from hdnn.sparsity import Sparsity
 
-# Modules, and names in them, are imported when they are first used: PyTorch takes seconds, which
-# `hdnn --help` need not wait for.
+# Modules, and names in them, are imported when they are first used: PyTorch takes seconds, and
+# `hdnn --help` need not wait for it.
 MODULES = (
     "activations",
     "analysis",
     "control",
     "data",
     "distributed",
+    "dynamics",
     "engine",
     "errors",
     "estimators",
@@ -79,7 +81,13 @@ MODULES = (
     "sparsity",
     "training",
 )
-HOMES = ("networks", "heads", "sparsity", "io", "errors")  # of names in __all__
+HOMES = (
+    "networks",
+    "heads",
+    "sparsity",
+    "io",
+    "errors",
+)  # modules of the names in __all__
 LATE_NAMES = {
     "HDNNClassifier": "estimators",
     "HDNNRegressor": "estimators",

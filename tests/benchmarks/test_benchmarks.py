@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hdnn import control, functional, io
+from hdnn.dynamics import FlowMap, systems
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -140,6 +142,147 @@ def test_both_ways_of_the_rival_have_one_cost_and_gradient(program):
 def test_the_balance_of_a_random_controller_that_once_failed_is_exact(program):
     # A Newton step that was lucky left an error of 3.6e-13.
     assert program("control").violation(764) < 1e-13
+
+
+@pytest.mark.parametrize("n", [2, 12])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("HenonNet", "4 layers"),
+        ("SympNet LA", "16 activations"),
+        ("SympNet G", "8 layers"),
+        ("HNN", "T(p) + V(q)"),
+    ],
+)
+def test_a_rival_of_flow_maps_is_symplectic(program, name, form, n):
+    rival = program("dynamics").rival_of_equal_size(name, form, n)
+    J = functional.from_X(torch.eye(n // 2, dtype=torch.float64))
+    w = rival.drawn(0).double()[None]
+    w += 0.05 * torch.randn(w.shape, generator=torch.Generator().manual_seed(1))
+    M = torch.autograd.functional.jacobian(
+        lambda y: rival(w, y[None, None]).flatten(), w[0, :n]
+    )
+    assert float((M.T @ J @ M - J).abs().max() / M.abs().max() ** 2) < 1e-13
+
+
+@pytest.mark.parametrize("n", [2, 4, 12, 32])
+def test_rivals_have_as_many_weights_as_flow_maps_within_a_tenth(program, n):
+    dynamics = program("dynamics")
+    sizes = []
+    for form in dynamics.OURS.values():
+        ours = FlowMap(n, **form)
+        sizes.append(sum(p.numel() for p in ours.parameters()))
+    for name, forms in dynamics.RIVALS.items():
+        for form in forms:
+            w = dynamics.rival_of_equal_size(name, form, n).drawn(0)
+            sizes.append(len(w))
+    assert max(sizes) <= 1.1 * sizes[0]
+    assert min(sizes) >= 0.9 * sizes[0]
+
+
+def test_the_slope_of_an_energy_is_its_gradient(program):
+    dynamics = program("dynamics")
+    w = [torch.randn(3, *shape) for shape, _ in dynamics.dense(4, 7, 5, 1)[:-1]]
+    w = [t.double() for t in w]
+    x = torch.randn(3, 6, 4).double().requires_grad_()
+    energy = dynamics.perceptron([*w, w[0].new_zeros(3, 1, 1)], x)
+    (g,) = torch.autograd.grad(energy.sum(), x)
+    torch.testing.assert_close(dynamics.slope(w, x), g)
+
+
+def test_runge_kutta_converges_to_a_rotation(program):
+    x = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    J = functional.from_X(x.new_ones(1, 1))
+    turned = program("dynamics").runge_kutta(lambda y: 0.1 * y @ J, x)
+    exact = torch.linalg.matrix_exp(-0.1 * J) @ x
+    torch.testing.assert_close(turned, exact, atol=1e-8, rtol=0)
+
+
+def test_rivals_learn_a_rotation_each_at_its_own_rate(program, monkeypatch):
+    dynamics = program("dynamics")
+    monkeypatch.setattr(dynamics, "RATES", (1e-9, 1e-2))
+    rival = dynamics.mlp(2, 16)
+    x = torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
+    pairs = torch.cat([x, x.flip(1) * torch.tensor([-1, 1])], 1)
+    w = dynamics.learned(rival, pairs, 200, 50)
+    errors = dynamics.error(lambda x: rival(w[:, 0], x), 2, pairs)
+    assert float(errors[1]) < 0.2 < 0.9 < float(errors[0])
+
+
+def test_the_energy_error_of_an_exact_flow_is_zero_and_its_path_valid(
+    program, monkeypatch
+):
+    dynamics = program("dynamics")
+    monkeypatch.setattr(dynamics, "SEEDS", range(2))
+    system = systems.System(
+        "turn",
+        2,
+        0.1,
+        energy=lambda y: y.square().sum(-1) / 2,
+        starts=lambda count, generator: torch.zeros(count, 2),
+    )
+    turn = torch.linalg.matrix_exp(
+        0.1 * functional.from_X(torch.ones(1, 1, dtype=torch.float64))
+    )
+    states = [torch.randn(7, 2).double()]
+    for _ in range(50):
+        states.append(states[-1] @ turn)
+    truth = torch.stack(states)
+    pairs = torch.cat([truth[:-1], truth[1:]], -1).flatten(0, 1)
+    scales = truth.new_zeros(2), truth.new_ones(2)
+    data = dynamics.Data(system, truth, *scales, pairs, pairs, pairs, truth)
+    result = dynamics.measured(lambda x: x @ turn, data, 200)
+    assert max(result["energy"] + result["late"] + result["error"]) < 1e-12
+    assert result["valid"] == [50, 50]
+    result = dynamics.measured(lambda x: 1.01 * x @ turn, data, 200)
+    assert 5 < min(result["valid"]) < max(result["valid"]) + 1 < 12
+    assert min(result["late"]) > 1
+
+
+def test_the_page_of_flow_maps_counts_met_and_missed_targets(program, tmp_path):
+    pytest.importorskip("matplotlib")
+    dynamics = program("dynamics")
+    about = {"machine": "none"}
+    lines = [
+        {"name": ["depth", "8", "kepler", "0"], "result": [{"error": 2.0}]}
+    ]
+    lines.append(
+        {"name": ["depth", "512", "kepler", "0"], "result": [{"error": 1.0}]}
+    )
+    for N in ("32", "128"):
+        name = ["depth", N, "kepler", "0"]
+        lines.append({"name": name, "result": [{"error": 1.5}]})
+    for device in ("cuda", "cpu"):
+        times = {"FlowMap": [1.0], "published": [10.0]}
+        lines.append({"name": ["time", device], "result": [times]})
+    ours = {"error": [1.0], "valid": [9.0], "energy": [1.0], "late": [1.5]}
+    ours |= {"curve": {"1": 1.0}, "validation": [1.0, 2.0]}
+    rival = ours | {"energy": [200.0], "validation": [3.0, 2.0, 1.0]}
+    methods = {"FlowMap": dynamics.OURS, **dynamics.RIVALS}
+    for method, forms in methods.items():
+        for form in forms:
+            row = ours if method == "FlowMap" else rival
+            for name in dynamics.SYSTEMS:
+                line = {"name": [method, form, name], "result": [dict(row)]}
+                lines.append({**line, "steps": 1, "batch": 1})
+    for line in lines:
+        line["machine"] = about
+    text = "\n".join(json.dumps(line) for line in lines)
+    (tmp_path / "runs.jsonl").write_text(text)
+    dynamics.write_page(SimpleNamespace(data=tmp_path, out=tmp_path))
+    result = json.loads((tmp_path / "dynamics.json").read_text())
+    reached = [row[2:] for row in result["targets"]]
+    assert reached == [
+        ["0 of 1", "**missed**"],  # 1.5 and 1.5 are not falling
+        ["6 of 6", "met"],
+        ["6 of 6", "met"],
+        ["0 of 6", "**missed**"],  # as long as others is not the longest
+        ["6 of 6", "met"],
+        ["0 of 0", "not measured on all"],
+        ["10 times", "**missed**"],
+        ["10 times", "met"],
+    ]
+    assert (tmp_path / "dynamics.png").exists()
 
 
 # Judges can say no

@@ -2,13 +2,12 @@
 
 Images stay on the device as bytes; minibatches, crops and flips are made there too. On a GPU a
 whole step, from choosing images to the optimiser, is recorded once and then replayed. All random
-numbers of an epoch come from the seed and the number of that epoch, so a training can go on after
+numbers of an epoch come from the seed and the number of that epoch, so training can resume after
 any epoch as if it had never stopped.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -23,11 +22,10 @@ from torch import Tensor, nn
 from hdnn.data.images import ImageData, augment, draw
 from hdnn.errors import ConvergenceError, OptionError
 from hdnn.progress import Progress
-from hdnn.training import checkpoint
+from hdnn.training import checkpoint, graphs
 from hdnn.training.callbacks import Callback, History, Moment
 from hdnn.training.recipes import ImageRecipe
 
-WARM_UP = 3  # steps before a graph is recorded, so that everything is allocated
 EVALUATED = 1000  # images at once
 
 
@@ -46,21 +44,21 @@ def fit_images(
 
     Args:
         model: an image classifier; if it has a `smoothness()`, that is part of the loss.
-        data: images to train on and to test with.
+        data: the training and test images.
         recipe: epochs, optimiser, rates, loss and augmentation.
-        callbacks: called with a `Moment` after each epoch; one that returns True ends the training.
-        folder: for a checkpoint of the last epoch, from which `resume=True` continues.
-        resume: continue the training in `folder`, or start one there if it is empty.
+        callbacks: called with a `Moment` after each epoch; returning True ends training.
+        folder: the folder for a checkpoint of the last epoch, from which `resume=True` continues.
+        resume: resume the training run in `folder`, or start one there if it is empty.
         progress: show a progress line at a terminal.
-        seconds: no epoch starts after this time; resume to go on.
+        seconds: no epoch starts after this time; use `resume` to continue.
 
     Returns:
         A `History`, whose `validation_score` is the accuracy on the test images.
 
     Raises:
         OptionError: if there are fewer images than a minibatch needs.
-        CheckpointError: if the folder cannot be used, or holds another training.
-        ConvergenceError: if the training diverges.
+        CheckpointError: if the folder cannot be used, or holds a different training run.
+        ConvergenceError: if training diverges.
     """
     training = _ImageTraining(model, data, recipe, list(callbacks))
     start = time.monotonic()
@@ -105,7 +103,7 @@ class _ImageTraining:
         if not self.batches:
             raise OptionError(
                 f"a minibatch of {recipe.batch} images is larger than the set of "
-                f"{len(data.t_train)}; take a smaller batch."
+                f"{len(data.t_train)}; use a smaller batch."
             )
         self.net: Any = model
         if self.cuda:
@@ -184,42 +182,8 @@ class _ImageTraining:
         self.sums += torch.stack([loss.detach().double(), right])
         self.count += 1
 
-    def record(self) -> Callable[[], None]:
-        """Warm up, then record a step; weights and moments stay as they are."""
-        weights = copy.deepcopy(self.model.state_dict())
-        moments = [value.clone() for value in self.moments()]
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        graph = torch.cuda.CUDAGraph()
-        # Pays for a step that is run many times.
-        torch.backends.cudnn.benchmark = True
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self.count.zero_()
-                self.step()
-            self.count.zero_()
-            with torch.cuda.graph(graph, stream=stream):
-                self.step()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        self.model.load_state_dict(weights)
-        for number, value in enumerate(self.moments()):
-            if moments:
-                value.copy_(moments[number])
-            else:
-                value.zero_()
-        self.sums.zero_()
-        self.count.zero_()
-        return graph.replay
-
-    def moments(self) -> list[Tensor]:
-        """The state of the optimiser."""
-        moments = []
-        for slots in self.optimizer.state.values():
-            moments += slots.values()
-        return moments
-
     def run_epoch(self) -> bool:
-        """One pass over the images, then a test; True if a callback ends the training."""
+        """One pass over the images, then a test; True if a callback ends training."""
         start = time.perf_counter()
         devices = [self.device] if self.cuda else []
         with torch.random.fork_rng(devices):
@@ -228,7 +192,12 @@ class _ImageTraining:
             self.draw(seed)
             self.model.train()
             if self.cuda and self.replay is None:
-                self.replay = self.record()
+                # Recording pays off for a step that runs many times.
+                torch.backends.cudnn.benchmark = True
+                self.replay = graphs.recorded(
+                    self.step, self.model, self.optimizer, self.count
+                )
+                self.sums.zero_()
                 torch.manual_seed(seed)
             run = self.replay or self.step
             for _ in range(self.batches):
@@ -237,8 +206,8 @@ class _ImageTraining:
         self.sums.zero_()
         if not math.isfinite(loss):
             raise ConvergenceError(
-                f"the loss is not finite in epoch {self.epoch + 1}: the training has diverged; "
-                "lower learning_rate, clip the gradients or take a smaller step h."
+                f"the loss is not finite in epoch {self.epoch + 1}: training has diverged; lower "
+                "learning_rate, clip the gradients or use a smaller step h."
             )
         history = self.history
         history.loss.append(loss)
@@ -249,7 +218,7 @@ class _ImageTraining:
         return self.call()
 
     def draw(self, seed: int) -> None:
-        """Draw all that is random in an epoch."""
+        """Draw all random numbers of an epoch."""
         recipe = self.recipe
         rows = (self.batches, recipe.batch)
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -304,7 +273,7 @@ class _ImageTraining:
         return any(answers)
 
     def identity(self) -> dict[str, Any]:
-        """All that must be the same for a training to go on."""
+        """All that must be the same to resume a training run."""
         data = self.data
         rows = (data.images_train, data.t_train, data.images_test, data.t_test)
         return {
@@ -316,7 +285,7 @@ class _ImageTraining:
         }
 
     def open(self, place: Path | None) -> None:
-        """Go on from the checkpoint in the folder, if there is one."""
+        """Resume from the checkpoint in the folder, if there is one."""
         if place is None:
             return
         self.key = self.identity()
@@ -324,7 +293,7 @@ class _ImageTraining:
         if saved is None:
             return
         checkpoint.restore(saved, self.model, self.optimizer)
-        # In the layout of the weights again.
+        # Back in the layout of the weights.
         for p, slots in self.optimizer.state.items():
             for name, value in slots.items():
                 if value.shape == p.shape:

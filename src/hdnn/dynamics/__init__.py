@@ -1,0 +1,11 @@
+"""Learned dynamics that never drift: symplectic maps of mechanical systems, from data.
+
+A `FlowMap` learns the map from a state to the state one time step later. It is symplectic for any
+weights, so energies stay where they are over any number of steps. `systems` makes data to try it.
+"""
+
+from hdnn.dynamics import systems
+from hdnn.dynamics.flow import FlowMap, FlowReport
+from hdnn.dynamics.learning import History, fit
+
+__all__ = ["FlowMap", "FlowReport", "History", "fit", "systems"]
