@@ -273,8 +273,8 @@ def page(result: dict[str, Any]) -> str:
     word = "are" if result["identical"] else "are NOT"
     lines += [
         "",
-        f"Gradients of undone layers on the grid, with dropout, {word} those of stored states to "
-        "the last bit.",
+        f"Gradients of undone layers on the grid, with dropout, {word} bit-identical to those "
+        "of stored states.",
     ]
     return text_of(lines)
 

@@ -37,7 +37,13 @@ SIZES = {
         "picture": "",
     },
 }
-QUANTILES = {"least": 0, "5%": 0.05, "half": 0.5, "95%": 0.95, "most": 1}
+QUANTILES = {
+    "smallest": 0,
+    "5% quantile": 0.05,
+    "median": 0.5,
+    "95% quantile": 0.95,
+    "largest": 1,
+}
 Layer = Callable[[Tensor], Tensor]
 
 
@@ -191,7 +197,7 @@ def found(result: dict[str, Any]) -> str:
         {row["network"] for row in result["rows"] if row["median"] < 1e-3},
     )
     return (
-        f"the smallest norm of H2 is {least:.2f}; below 1e-3 at some depth: "
+        f"the smallest norm of H2 is {least:.2f}; median norm below 1e-3 at some depth: "
         f"{', '.join(gone) or 'none'}"
     )
 
@@ -231,15 +237,15 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"Untrained networks of {sizes['features']} features in float64, {sizes['seeds']} seeds, "
         f"{sizes['samples']} samples each. The first two columns are about the matrix dy_N/dy_0, "
-        "which the theorem is about. The others are about a single random gradient, "
-        "|dL/dy_0| / |dL/dy_N|, which may shrink: how much of it was left in the worst case, in "
-        "5%, half and 95% of all cases at most, and in the best case.",
+        "which the theorem is about. The other columns are for a single random gradient, "
+        "|dL/dy_0| / |dL/dy_N|, which may shrink. They show how much of it was left: in the worst "
+        "case, at the 5%, 50% and 95% quantiles, and in the best case.",
         "",
-        "Residual networks and ReZero do not vanish here either. What they do not have is a "
-        "promise: it holds at the start, for weights drawn this way, and training may end it. "
-        "For H2 it holds for any weights.",
+        "The gradients of residual networks and ReZero do not vanish here either. What they lack "
+        "is a guarantee: their gradients do not vanish at the start, for weights drawn this way, "
+        "but training may change that. For H2, the guarantee holds for any weights.",
     ]
-    names = "network | layers | smallest norm | median norm | single: "
+    names = "network | layers | smallest norm | median norm | single gradient: "
     names += " | ".join(QUANTILES)
     cells = [
         [row["network"], row["depth"]]
@@ -250,7 +256,10 @@ def page(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     lines += table(names, cells)
-    lines += ["", "Beside it, what the certificates of these H2 promise:"]
+    lines += [
+        "",
+        "For comparison, what the certificates of these H2 networks guarantee:",
+    ]
     names = "layers | norm, at least | single gradient, at least"
     bounds = result["bounds"].items()
     lines += table(names, [[depth, 1, f"{low:.2g}"] for depth, low in bounds])

@@ -1,4 +1,4 @@
-"""A network of 10,000 layers, trained and certified by two commands that anybody can type.
+"""A network of 10,000 layers, trained and certified by two commands.
 
 python benchmarks/deep.py --out docs/results
 python benchmarks/deep.py --quick
@@ -65,14 +65,14 @@ def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
 def found(result: dict[str, Any]) -> str:
     return (
         f"{result['sizes']['layers']:,} layers get {result['test_accuracy']:.2%} of "
-        f"{result['test_rows']:,} test points; smallest norm(dy_N/dy_j) "
-        f"{result['smallest_norm']:.5f}, largest {result['largest_norm']:.2f}"
+        f"{result['test_rows']:,} test points right; the smallest norm(dy_N/dy_j) is "
+        f"{result['smallest_norm']:.5f}, the largest {result['largest_norm']:.2f}"
     )
 
 
 def page(result: dict[str, Any]) -> str:
     lines = head(f"A network of {result['sizes']['layers']:,} layers", result)
-    lines += ["", "Seconds are those of a whole command, with its start."]
+    lines += ["", "Times are for the whole command, including startup."]
     for words, printed, seconds in zip(
         result["commands"], result["printed"], result["seconds"], strict=True
     ):

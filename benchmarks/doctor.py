@@ -2,19 +2,22 @@
 
     python benchmarks/doctor.py --out docs/results
 
-40 models with a planted fault, and 40 healthy ones with random weights as a practitioner builds
-them, each at one seed. hdnn reports a fault if the diagnosis is not healthy, or if `diagnose`
-refuses the model in a sentence. What any tool reports of a healthy model is a false alarm. The
-developers of hdnn chose the models; nothing was changed in it after those of libraries came in.
+Each tool examines 40 models with a planted fault, and 40 healthy models with random weights as in
+practice, all at one seed. hdnn reports a fault if the diagnosis is not healthy, or if `diagnose`
+refuses the model with a message. Anything that a tool reports about a healthy model is a false
+alarm. The developers of hdnn chose the models; hdnn was not changed after models of libraries were
+added.
 
-Other tools need a loss, here the mean square distance to random targets, and SGD at rate 0.01.
-torchdiag reports a fault if `summary`, `check_dead_neurons`, `verify_step` or `check_gradients`
-print an issue. torchmortem watches 20 steps and reports a fault if it warns of the flow of
-gradients, dead units, saturation or the loss; its warnings of the sizes of updates and weights,
-noise and ranks depend on the rate and count on neither side. A tool that stops with an error has
-reported nothing. torchinstruments is left out: it records statistics, with "no scores or diagnoses".
+The other tools need a loss (here the mean squared distance to random targets) and training steps
+(here SGD at rate 0.01). torchdiag reports a fault if `summary`, `check_dead_neurons`, `verify_step`
+or `check_gradients` prints an issue. torchmortem watches 20 steps, and reports a fault if it warns
+about the flow of gradients, dead units, saturation or the loss. Its warnings about the sizes of
+updates and weights, noise and ranks depend on the rate and are not counted. A tool that stops with
+an error has reported nothing. torchinstruments is left out: it records statistics, with "no scores
+or diagnoses".
 
-Needs timm, torch_geometric and transformers; torchdiag and torchmortem run where installed.
+The program needs timm, torch_geometric and transformers; it runs torchdiag and torchmortem if they
+are installed.
 """
 
 # ruff: noqa: E501
@@ -348,14 +351,16 @@ def found(result: dict[str, Any]) -> str:
     parts = []
     for tool, of in result["tools"].items():
         hits = 40 - len(of["missed"])
-        parts += [f"{tool} {hits} and {len(of['alarms'])}"]
-    return f"faults found and false alarms, of 40 each: {', '.join(parts)}"
+        alarms = len(of["alarms"])
+        finds = f" finds {hits} with {alarms} false alarms"
+        parts += [tool + (f" {hits} with {alarms}" if parts else finds)]
+    return f"of 40 planted faults and 40 healthy models: {', '.join(parts)}"
 
 
 def page(result: dict[str, Any]) -> str:
     lines = head("The doctor: faults found and false alarms", result)
     lines[-1] += f"; with {on_one_line(result['packages'])}"
-    lines += ["", f"{found(result)} (targets of hdnn: 38 and 0).".capitalize()]
+    lines += ["", f"{found(result)} (target of hdnn: 38 with 0).".capitalize()]
     lines += ["", (__doc__ or "").partition("results\n\n")[2].strip()]
     tools = result["tools"].values()
 

@@ -3,13 +3,13 @@
     python benchmarks/engine.py --device cpu
     python benchmarks/engine.py --device cuda --out docs/results
 
-All that is compared runs in one process and in turns, so that slow drifts of the machine cancel. A
-turn is as many steps as fill about 30 ms; the time of a step is that of its turn over the number of
-steps, a ratio is taken turn by turn, and medians and quartiles are over the turns. A step is a
-forward and a backward pass by default. "Plain" is the fastest loop that was found in plain PyTorch
-(`PLAIN`); "products" are the matrix products of a step alone, which no program can do without;
-"inside compile" is the network inside `torch.compile`, and "plain, CUDA graph" the plain
-loop recorded by hand, and "plain, compiled" that loop by `torch.compile(mode="reduce-overhead")`.
+All contestants run in one process and in turns, so that slow drifts of the machine cancel. A turn
+has as many steps as fill about 30 ms. The time of a step is the time of its turn divided by the
+number of steps; ratios are taken turn by turn, and medians and quartiles are over the turns. A step
+is a forward and a backward pass with default options. "Plain" is the fastest loop that was found in
+plain PyTorch (`PLAIN`); "matrix products" are only the products of a step, which no program can
+avoid; "hdnn compiled" is the network inside `torch.compile`; "plain, CUDA graph" is the plain loop
+recorded by hand, and "plain, compiled" that loop with `torch.compile(mode="reduce-overhead")`.
 
 Other programs do not slow all contestants alike. The last line says how much of the machine they
 used; keep figures only if that is next to nothing.
@@ -365,20 +365,18 @@ def found(result: dict[str, Any]) -> str:
             ms = row["ms"]
             graphs.append(ms["plain, CUDA graph"] / ms["hdnn"])
     if graphs:
-        text += (
-            f", {min(graphs):.1f} to {max(graphs):.0f} times as its CUDA graph"
-        )
-    return f"{text}, {len(rows)} stacks"
+        text += f" and {min(graphs):.1f} to {max(graphs):.0f} times as fast as its CUDA graph"
+    return f"{text}, on {len(rows)} stacks"
 
 
 def page(result: dict[str, Any]) -> str:
     lines = report.head(f"Engine, on {result['machine']['machine']}", result)
     names = ["hdnn", "plain", "products", "compiled"]
-    heads = ["hdnn, ms", "plain loop", "products alone", "inside compile"]
+    heads = ["hdnn, ms", "plain loop", "matrix products", "hdnn compiled"]
     cuda = bool(result["speed"][0]["MiB"])
     if cuda:
         names[2:2] = ["plain, CUDA graph", "plain, compiled"]
-        heads[2:2] = ["its CUDA graph", "the loop compiled"]
+        heads[2:2] = ["plain, CUDA graph", "plain, compiled"]
     rows = []
     for row in result["speed"]:
         low, high = row["quartiles"]
@@ -394,7 +392,7 @@ def page(result: dict[str, Any]) -> str:
     if cuda:
         heads.append("MiB: hdnn, plain loop")
     lines += report.table(" | ".join(["stack", *heads]), rows)
-    title = "Memory of a process at its peak, MiB"
+    title = "Peak memory of a process, MiB"
     lines += ["", f"{title} (H2, 16 features, batch 4000):"]
     methods = ("auto", "checkpoint", "reversible")
     rows = []
@@ -406,8 +404,8 @@ def page(result: dict[str, Any]) -> str:
     lines += ["", f"Relative error of gradients against float64: {errors}."]
     first = result["first"]
     if first is not None:
-        text = f"First step without compiled kernels on disk: {first['cold']:.1f} s"
-        lines += ["", f"{text}; with them {first['warm']:.2f} s."]
+        text = f"The first step takes {first['cold']:.1f} s without compiled kernels on disk"
+        lines += ["", f"{text}, and {first['warm']:.2f} s with them."]
     return report.text_of(lines)
 
 

@@ -2,10 +2,11 @@
 
     python benchmarks/estimators.py [--group hard report] [--folds 10] [--out FOLDER]
 
-`hard` are tables that need a network; `search` and `report` are those of `table_sets`. Folds are of
-5 x 2 cross-validation. Each rival's settings are judged by a fifth of the rows to learn from; then
-it learns from all of them with the best. Rivals that are not named by --models are left out. A run
-that was stopped goes on where it was: each result is a line of FOLDER/estimators.jsonl.
+The group `hard` has tables that need a network; `search` and `report` are those of `table_sets`.
+The folds are those of 5 x 2 cross-validation. A fifth of the training rows chooses the best
+settings of each rival, which then trains on all of these rows. Rivals that --models does not name
+are left out. A run that was stopped continues where it was: each result is a line of
+FOLDER/estimators.jsonl.
 """
 
 from __future__ import annotations
@@ -214,9 +215,9 @@ def page(result: dict[str, Any], names: list[str]) -> str:
     lines = head("Estimators: our defaults against tuned rivals", result)
     lines += ["", result["found"], ""]
     lines += [
-        "Means over folds, and how far they spread; half of the rows to learn from. Log loss for "
-        "classes and 1 - R^2 for values: lower is better. Seconds are of one processor, with the "
-        "search of the rivals. Rank 1 is the best.",
+        "Means ± standard deviations over folds; half of the rows are for training. The measure is "
+        "the log loss for classes and 1 - R^2 for values: lower is better. Seconds are for one "
+        "processor, including the rivals' search. Rank 1 is the best.",
     ]
     rows = []
     for name, each in result["losses"].items():
@@ -242,10 +243,10 @@ def page(result: dict[str, Any], names: list[str]) -> str:
     ]
     lines += [
         "",
-        f"Folds: {folds} of {FOLDS}. Rivals that were not measured: {absent}. Settings from which "
-        f"held-out rows chose: {', '.join(tried)}; ours has none. Tables with more than 4,000 rows "
-        "were thinned. The last changes of our recipe were chosen on other tables, but its first "
-        "versions were also looked at on these.",
+        f"Folds: {folds} of {FOLDS}. Rivals that were not measured: {absent}. Held-out rows "
+        f"chose from this many settings: {', '.join(tried)}; ours has none to choose from. Tables "
+        "with more than 4,000 rows were thinned. The latest changes to our recipe were chosen on "
+        "other tables, but its first versions were also tested on these.",
     ]
     return text_of(lines)
 
@@ -259,7 +260,7 @@ def main() -> None:
     parser.add_argument("--folds", type=int, default=FOLDS)
     parser.add_argument("--models", nargs="+", default=["hdnn", *SETTINGS])
     parser.add_argument(
-        "--quick", action="store_true", help="does it run? One table"
+        "--quick", action="store_true", help="one table, to see that it runs"
     )
     parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
     options = parser.parse_args()

@@ -5,14 +5,14 @@
 
 Each network in float32 has a kind, a width, a depth of 6 to 300 layers, a step of 0.01 to 1, an
 activation, an initialisation and samples of its own, drawn from its number alone. Its gradients are
-taken three times: by default, by the plain loop with stored states, and in float64. "Off" is the
-relative error of the worst of all gradients, of y_0 and of each parameter. A network fails if its
-gradients by default are more than 20 times as far off as those of the plain loop. One rounding more
-or less can change either error ten times over, so a network above the limit is measured again from
-9 inputs that differ in their last digits, and fails if the median is above it too; the page says
-how many were. Networks that overflow have no gradients and are counted apart. So are
-failures of networks that are chaotic in float32: where the plain loop itself is off by more than a
-tenth, no digit is left to compare.
+taken three times: by default, by the plain loop with stored states, and in float64. The error is
+the relative error of the worst of all gradients, of y_0 and of each parameter. A network fails if
+its default gradients have more than 20 times the error of those of the plain loop. One rounding
+more or less can change either error by a factor of ten, so a network above the limit is measured
+again from 9 inputs that differ in their last digits, and fails only if the median is also above
+the limit; the page says how many networks were measured again. Networks that overflow have no
+gradients and are counted separately. So are failures of networks that are chaotic in float32: if
+the error of the plain loop itself is more than a tenth, no digit is left to compare.
 """
 
 from __future__ import annotations
@@ -178,22 +178,23 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
 
 def found(result: dict[str, Any]) -> str:
     return (
-        f"{result['failures']} of {result['sizes']['count']:,} networks more than {ALLOWED} times "
-        f"as far off as by the plain loop ({result['again']} at first sight), besides "
-        f"{result['chaotic']} in which that loop has no digit right"
+        f"{result['failures']} of {result['sizes']['count']:,} networks have more than {ALLOWED} "
+        f"times the error of the plain loop ({result['again']} before they were measured again); "
+        f"this leaves out {result['chaotic']} for which even that loop has no correct digit"
     )
 
 
 def page(result: dict[str, Any]) -> str:
     machine = result["machine"]["machine"]
-    lines = head(f"Gradients by default, on {machine}", result)
+    lines = head(f"Gradients with default options, on {machine}", result)
     lines += [
         "",
-        f"{result['sizes']['count']} random networks in float32; the error is that against "
-        f"float64. **{result['failures']} are more than {ALLOWED} times as far off by default as "
-        f"by the plain loop, besides {result['chaotic']} for which the plain loop itself has no "
-        f"digit right.** {result['again']} were above the limit at first and were measured again, "
-        "from 9 inputs that differ in their last digits.",
+        f"{result['sizes']['count']} random networks in float32; errors are measured against "
+        f"float64. **For {result['failures']} of them, the default gradients have more than "
+        f"{ALLOWED} times the error of the plain loop.** This count leaves out "
+        f"{result['chaotic']} networks for which even the plain loop has no correct digit. "
+        f"{result['again']} networks were above the limit at first and were measured again, from 9 "
+        "inputs that differ in their last digits.",
     ]
     rows = []
     for kind, row in result["kinds"].items():
@@ -201,8 +202,8 @@ def page(result: dict[str, Any]) -> str:
         rows.append(
             [kind, row.get("overflows", 0), *ratios, row.get("fails", 0)]
         )
-    names = "kind | overflow | median ratio | largest | largest, measured again"
-    lines += table(f"{names} | fail", rows)
+    names = "kind | overflows | median ratio | largest ratio | largest, measured again"
+    lines += table(f"{names} | failures", rows)
     return text_of(lines)
 
 

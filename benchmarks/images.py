@@ -1,14 +1,14 @@
-"""Images on a GPU: seconds an epoch of CIFAR-10, and memory and seconds of very deep H2-DNN*.
+"""Images on a GPU: seconds per epoch of CIFAR-10, and memory and seconds of very deep H2-DNN*.
 
     python benchmarks/images.py --out docs/results
     python benchmarks/images.py --speed no    # without the epochs, and their data
 
-An epoch is a whole one, with crops and flips, in bf16, after two to warm up. Memory is the peak of
-one training step of H2-DNN* with 6 and 60 layers a unit, with 64 and with 128 images: what
-an image costs is the difference, since weights, their gradients and their copies cost the same.
-Seconds are those of a step with 128 images, least to most of three after one to warm up. By
-default ("auto") states are stored, or kept at checkpoints where they would take more than a 32nd of
-the GPU's memory; the other ways that can be asked for are beside it.
+Epochs are complete, with crops and flips, in bf16, after two epochs to warm up. Memory is the peak
+of one training step of H2-DNN* with 6 and 60 layers per unit, with 64 and with 128 images. The
+memory per image is computed from the difference, since weights, their gradients and their copies
+cost the same. Seconds are for a step with 128 images, fastest to slowest of three after one to warm
+up. By default ("auto") states are stored, or kept at checkpoints where they would take more than
+1/32 of the GPU's memory; the table also has the other methods.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ def least_to_most(seconds: list[float]) -> str:
 def found(result: dict[str, Any]) -> str:
     rows = [row for row in result["speed"] if row["batch"] == 250]
     texts = [f"{row['network']} {min(row['seconds']):.2f}" for row in rows]
-    return f"seconds an epoch, batch 250: {', '.join(texts) or 'not measured'}"
+    return f"seconds per epoch, batch 250: {', '.join(texts) or 'not measured'}"
 
 
 def page(result: dict[str, Any]) -> str:
     lines = head("Images on a GPU", result)
     if result["speed"]:
-        text = f"Seconds an epoch of CIFAR-10 (50,000 images), least to most of {EPOCHS}:"
-        lines += ["", text]
+        text = "Seconds per epoch of CIFAR-10 (50,000 images), fastest to slowest of"
+        lines += ["", f"{text} {EPOCHS}:"]
         rows = []
         for r in result["speed"]:
             name = [r["network"], f"{r['parameters']:,}", r["batch"]]
@@ -149,7 +149,8 @@ def page(result: dict[str, Any]) -> str:
                     f"{minutes:.1f}",
                 ]
             )
-        names = f"network | parameters | minibatch | seconds | target | {TRAINING} epochs, minutes"
+        names = "network | parameters | minibatch | seconds | target | "
+        names += f"minutes for {TRAINING} epochs"
         lines += table(names, rows)
     channels = ", ".join(map(str, CHANNELS))
     lines += [
@@ -163,8 +164,12 @@ def page(result: dict[str, Any]) -> str:
         image = "" if r["backprop"] == "auto" else f"{r['image']:.2f}"
         name = [r["layers"], r["backprop"], f"{r['weights']:.0f}"]
         rows.append([*name, *peaks, image, least_to_most(r["seconds"])])
-    names = f"layers a unit | backprop | weights | peak, {IMAGES[0]} images | {IMAGES[1]} | "
-    names += f"an image | seconds, {IMAGES[1]} images"
+    names = (
+        f"layers per unit | backprop | weights | peak, {IMAGES[0]} images | "
+    )
+    names += (
+        f"peak, {IMAGES[1]} images | per image | seconds, {IMAGES[1]} images"
+    )
     lines += table(names, rows)
     return text_of(lines)
 

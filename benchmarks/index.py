@@ -23,9 +23,9 @@ SECTIONS = {
 }
 ABOUT = """# Results
 
-Every number in these pages comes from a run of the command beside it, with the machine, the versions and
-the spread on the page. Where a target was missed, the page says so. `hdnn reproduce NAME` makes the paper's
-tables and figures; programs in `benchmarks/` need a clone of the repository. `python benchmarks/index.py`
+Every number on these pages comes from a run of the command beside it; the page gives the machine, the
+versions and the spread. If a target was missed, the page says so. `hdnn reproduce NAME` makes the paper's
+tables and figures; the programs in `benchmarks/` need a clone of the repository. `python benchmarks/index.py`
 makes this page from the results.
 """
 WITHOUT_GPU = """
@@ -71,7 +71,7 @@ def index(contents: dict[str, dict[str, Any]]) -> str:
             older.append(f"[{result['title']}]({name}.md)")
     if older:
         lines.append(
-            f"Of versions before {hdnn.__version__}: {', '.join(older)}."
+            f"Measured with versions before {hdnn.__version__}: {', '.join(older)}."
         )
     return "\n".join(lines).rstrip() + "\n"
 

@@ -1,13 +1,12 @@
-"""Kill a training at random moments, resume it, and compare the weights bit by bit.
+"""Kill a training run at random moments, resume it, and compare the weights bit by bit.
 
     python benchmarks/kill.py
     python benchmarks/kill.py --kills 20 --epochs 600 --out docs/results
 
-One call of `hdnn.training.fit` is left alone. Each of the others has a folder of its own, gets
-SIGKILL at a moment drawn from its part of the time that the first one took from its first file to
-its end, and is then resumed.
-Right after the kill the checkpoint must load; after the resume the model and its losses must be
-those of the training that was left alone.
+One call of `hdnn.training.fit` runs without interruption. Each of the other runs has its own
+folder, gets SIGKILL at a random moment, and is then resumed. The moments cover the time that the
+first run took from its first file to its end. Right after the kill, the checkpoint must load; at
+the end, the model and its losses must be those of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
 
 
 def found(result: dict[str, Any]) -> str:
-    return f"{result['same']} of {len(result['rows'])} trainings end with the same bits"
+    return f"{result['same']} of {len(result['rows'])} runs end with bit-identical results"
 
 
 def page(result: dict[str, Any]) -> str:
@@ -141,18 +140,18 @@ def page(result: dict[str, Any]) -> str:
     lines = head("Killed and resumed", result)
     lines += [
         "",
-        f"A training of 64 layers on the Swiss roll takes {result['seconds']:.1f} s when it is "
-        f"left alone, from its first file on. It was killed (SIGKILL) {kills} times, each in a "
-        f"folder of its own, and resumed. **{result['same']} of {kills}** ended with the same "
-        "model and losses, bit by bit.",
+        f"Training 64 layers on the Swiss roll takes {result['seconds']:.1f} s without "
+        f"interruption, counted from the first file that is written. {kills} such runs, each in "
+        "its own folder, were killed (SIGKILL) and resumed. "
+        f"**{result['same']} of {kills}** ended with a bit-identical model and losses.",
     ]
     rows = []
     for row in result["rows"]:
         after = f"{row['seconds']:.2f} s"
         if not row["running"]:
-            after += " (it had ended)"
+            after += " (it had already ended)"
         rows.append([after, row["epochs"], "yes" if row["same"] else "NO"])
-    lines += table("killed after | epochs on disk | same bits", rows)
+    lines += table("killed after | epochs on disk | bit-identical", rows)
     return text_of(lines)
 
 

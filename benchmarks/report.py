@@ -30,8 +30,8 @@ def command(
 ) -> int:
     """Run a benchmark with its sizes "full" or "quick"; print its page and keep it.
 
-    Each size that is a number or a text is an option of the command line. `found` says in a few
-    words what came out, for the index of results. The exit status is 1 if the result says
+    Each size that is a number or a text is an option of the command line. `found` gives the
+    result in a few words, for the index of results. The exit status is 1 if the result says
     `"ok": False`, 2 if there is no GPU and one is needed.
     """
     options = _parsed(about, sizes["full"], devices)
@@ -39,7 +39,7 @@ def command(
     out = options.pop("out")
     quick = options.pop("quick")
     if device == "cuda" and not torch.cuda.is_available():
-        print("a GPU is needed, and PyTorch finds none", file=sys.stderr)
+        print("a GPU is needed, but PyTorch finds none", file=sys.stderr)
         return 2
     changed = {
         key: value for key, value in options.items() if value is not None
@@ -72,7 +72,7 @@ def _parsed(
     parser = argparse.ArgumentParser(description=about, formatter_class=form)
     parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument(
-        "--quick", action="store_true", help="does it run? Small sizes"
+        "--quick", action="store_true", help="small sizes, to see that it runs"
     )
     parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
     for key, value in sizes.items():
@@ -144,7 +144,9 @@ def head(title: str, result: Result) -> list[str]:
     """The first lines of a page: its title, the command and the machine."""
     line = f"`{result['command']}`, {on_one_line(result['machine'])}"
     if result.get("others_cores") is not None:
-        line += f"; other programs took {result['others_cores']:.2f} cores meanwhile"
+        line += (
+            f"; other programs were using {result['others_cores']:.2f} cores"
+        )
     return [f"# {title}", "", line]
 
 

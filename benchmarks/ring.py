@@ -1,13 +1,13 @@
-"""Table II by eight processes on a ring: the results of one process, neighbours only.
+"""Table II, trained by eight processes on a ring: the results of one process, neighbours only.
 
     python benchmarks/ring.py
     python benchmarks/ring.py --epochs 5 --out docs/results
 
 Each cell is trained by eight processes and by one that owns all nodes, in float64 and from the same
-weights. A long training magnifies rounding: how much is seen from a third training, by one process
-whose first weights are larger by the factor 1 + 2^-52, the smallest there is (`--cells 1 --epochs
-50` is a cell in which it grows much). While the eight are at work, their TCP connections are read
-from /proc: there may be those to two neighbours on the ring, and one to the store.
+weights. Long training magnifies rounding. A third run shows how much: one process, whose first
+weights are larger by the factor 1 + 2^-52, the smallest there is (`--cells 1 --epochs 50` is a cell
+in which rounding grows much). While the eight processes work, their TCP connections are read from
+/proc: each may have connections to two neighbours on the ring, and one to the store.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ def found(result: dict[str, Any]) -> str:
     rounding = max(row["largest_by_rounding"] for row in rows)
     near = "neighbours and the store only" if result["ok"] else "OTHERS too"
     return (
-        f"after {result['sizes']['epochs']} epochs the accuracy of one process in {equal} of "
-        f"{len(rows)} cells; losses at most {largest:.0e} apart, {rounding:.0e} after one changed "
-        f"bit; connections to {near}"
+        f"after {result['sizes']['epochs']} epochs, the accuracy of one process in {equal} of "
+        f"{len(rows)} cells; losses differ by at most {largest:.0e}, and by {rounding:.0e} in one "
+        f"process with a changed bit; connections to {near}"
     )
 
 
 def page(result: dict[str, Any]) -> str:
-    lines = head("Table II by eight processes", result)
+    lines = head("Table II, trained by eight processes", result)
     epochs = result["sizes"]["epochs"]
     lines += ["", f"Seed 0, {epochs} epochs, float64, test accuracy in %."]
     rows = []
@@ -147,10 +147,11 @@ def page(result: dict[str, Any]) -> str:
             f"{r['megabytes']:.0f}",
             f"{r['seconds']:.0f}",
         ]
-        others += f" and {r['other_connections_each']} other (the store)"
+        others += f" and {r['other_connections_each']} more (the store)"
         rows.append([r["cell"], *accuracies, *differences, *traffic, others])
-    names = "cell | eight processes | one process | paper | difference of the loss, first epoch | "
-    names += "largest | largest after one changed bit | messages | MB | s | connected to"
+    names = "cell | eight processes | one process | paper | loss difference, first epoch | "
+    names += "largest | largest in one process with a changed bit | "
+    names += "messages | MB | s | connected to"
     lines += table(names, rows)
     return text_of(lines)
 

@@ -13,7 +13,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-BUDGET = {"tokens of code": 163_500, "files": 98}
+BUDGET = {"tokens of code": 163_550, "files": 98}
 
 SOURCE = Path(__file__).parents[1] / "src" / "hdnn"
 LAYOUT = {

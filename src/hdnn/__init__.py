@@ -81,13 +81,7 @@ MODULES = (
     "sparsity",
     "training",
 )
-HOMES = (
-    "networks",
-    "heads",
-    "sparsity",
-    "io",
-    "errors",
-)  # modules of the names in __all__
+HOMES = ("networks", "heads", "sparsity", "io", "errors")  # of names in __all__
 LATE_NAMES = {
     "HDNNClassifier": "estimators",
     "HDNNRegressor": "estimators",

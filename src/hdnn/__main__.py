@@ -1,4 +1,4 @@
-"""`python -m hdnn`: one command; a mistake becomes one sentence and exit code 2."""
+"""`python -m hdnn`: one command; a user's error becomes one message and exit code 2."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Activation:
         name: the name in networks, functions and files, once it is registered.
         sigma: the function, applied to tensors of any shape entry by entry.
         slope: its derivative, itself differentiable; at a kink any value between the two sides.
-        integral: of sigma, zero at zero.
+        integral: the integral of sigma, zero at zero.
         s_min: the infimum of the slope.
         s_max: the supremum of the slope.
 
@@ -74,7 +74,7 @@ class Activation:
         return self.sigma(x)
 
 
-# The eight
+# The eight built-in activations
 
 
 def _magnitude(x: Tensor) -> Tensor:
@@ -254,11 +254,11 @@ _REGISTRY = {
 
 
 def get(activation: str | Activation | Elementwise) -> Activation:
-    """The activation with a name that `names` lists, or of an elementwise function or module.
+    """The activation for a name in `names()`, or for an elementwise function or module.
 
     A function that agrees with a registered activation becomes that activation. Any other is
     registered under its own name: autograd computes its slope, the range of its slope counts as
-    unknown, and it has no integral. An `Activation` is returned as it is.
+    unknown, and the activation has no integral. An `Activation` is returned as it is.
 
     Examples:
         >>> import torch
@@ -283,7 +283,7 @@ def get(activation: str | Activation | Elementwise) -> Activation:
 
 
 def _of_function(function: Elementwise) -> Activation:
-    """The registered activation with the values of a function, which is registered if it is new."""
+    """The registered activation that equals a function; a new function is registered."""
     x = _points()
     value = x
     try:
@@ -291,7 +291,9 @@ def _of_function(function: Elementwise) -> Activation:
             value = function(x.clone())
             pieces = function(x[:6000].view(60, 100))
         elementwise = torch.allclose(pieces.flatten(), value[:6000])
-    except Exception:  # any error of a function that is not for such tensors
+    except (
+        Exception
+    ):  # any error of a function that does not accept such tensors
         elementwise = False
     weights = function.parameters() if isinstance(function, nn.Module) else ()
     if not elementwise or any(True for _ in weights):
@@ -312,7 +314,7 @@ def _of_function(function: Elementwise) -> Activation:
     def integral(x: Tensor) -> Tensor:
         raise OptionError(
             f"the integral of the activation {name!r} is not known, but energies and discrete "
-            "gradients need it; give it to hdnn.activations.register."
+            "gradients need it; register an activation that has one with hdnn.activations.register."
         )
 
     new = Activation(name, function, slope, integral, -math.inf, math.inf)
@@ -327,20 +329,20 @@ def names() -> tuple[str, ...]:
 
 
 def registered(activation: str | Activation | Elementwise) -> Activation:
-    """The activation, if its name leads to it, as files and implicit layers need."""
+    """The activation, if it is registered under its name, as files and implicit layers require."""
     sigma = get(activation)
     if "," not in sigma.name and _REGISTRY.get(sigma.name) is not sigma:
         raise OptionError(
-            f"networks, implicit layers and files find activations by name, but {sigma.name!r} is "
-            "not the name of this one; call hdnn.activations.register(...) with it first."
+            "networks, implicit layers and files find activations by name, but this activation is "
+            f"not registered as {sigma.name!r}; call hdnn.activations.register(...) with it first."
         )
     return sigma
 
 
 def by_row(rows: Sequence[str | Activation]) -> Activation:
-    """An activation whose rows, the last axis, have registered activations of their own.
+    """An activation that applies a different registered activation to each row (the last axis).
 
-    Its name is theirs, with commas between.
+    Its name consists of their names, separated by commas.
     """
     each = [registered(row) for row in rows]
     if len(set(each)) == 1:
@@ -407,10 +409,10 @@ def _points() -> Tensor:
 
 
 def check(activation: Activation) -> None:
-    """Raise an `OptionError` if slope, integral or slope range do not fit sigma.
+    """Raise an `OptionError` if slope, integral or slope range does not fit sigma.
 
-    Guarantees and bounds depend on them, so they are compared with sigma in float64 at 6,000 points
-    from -1e6 to 1e6: derivatives by autograd, and jumps by differences.
+    Guarantees and bounds depend on these functions, so they are compared with sigma in float64 at
+    6,000 points from -1e6 to 1e6: derivatives by autograd, and jumps by differences.
     """
     x = _points().requires_grad_()
     sigma = activation.sigma(x)
@@ -460,7 +462,7 @@ def _check_range(activation: Activation, slope: Tensor) -> None:
     room = 0.01 * max(1.0, float(slope.abs().max()))
     low = float(slope.min())
     high = float(slope.max())
-    # Neither outside of the range, nor far from its ends.
+    # Neither outside the range, nor far from its ends.
     if not -1e-9 <= low - activation.s_min <= room:
         reason = f"s_min is given as {activation.s_min}, but the slope reaches {low:.9g}"
         _refuse(activation, reason)

@@ -1,10 +1,9 @@
 """Solutions of `x = c + B sigma(A x + a)`, the equation of every implicit layer.
 
 In this form, x is the new p in the general semi-implicit Euler step and the midpoint in the
-midpoint rule; the discrete gradient step has a chord of the integral in the place of sigma.
-Newton's method finds x without gradients, as one operator for `torch.compile`, `torch.export` and
-`vmap`; the implicit function theorem then gives x its derivatives, which can be differentiated
-again.
+midpoint rule; the discrete gradient step has a chord of the integral instead of sigma. Newton's
+method finds x without gradients, as one operator for `torch.compile`, `torch.export` and `vmap`;
+the implicit function theorem then gives x its derivatives, which can be differentiated again.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from hdnn.errors import ConvergenceError
 __all__ = ["chord", "chord_slope", "coupling", "solve", "solve_chord"]
 
 MAX_ITER = 50
-HALVINGS = 40  # of a Newton step that does not reduce the residual
-STARTS = 16  # of Newton's method, if the explicit step leads to no solution
+HALVINGS = 40  # halvings of a Newton step that does not reduce the residual
+STARTS = 16  # of Newton's method, if the explicit step finds no solution
 
 # Gauss's rule of ten points from 0 to 1: the distances of its points from 1/2, and their weights.
 _DISTANCES = (
@@ -54,15 +53,15 @@ def solve(
     """The solution x of `x = c + B sigma(A x + a)`, with its gradients.
 
     Args:
-        c: `(*batch, k)`.
-        B: `(k, r)`, or one for each sample, `(*batch, k, r)`.
-        A: `(r, k)`, or one for each sample.
-        a: `(r,)`, or one for each sample.
+        c: the constant term, `(*batch, k)`.
+        B: a matrix `(k, r)`, or one for each sample, `(*batch, k, r)`.
+        A: a matrix `(r, k)`, or one for each sample.
+        a: a vector `(r,)`, or one for each sample.
         sigma: a registered activation.
         start: z `(*batch, r)`; if given, `chord(sigma, z, .)` takes the place of sigma.
-        tol: the largest error of the equation, relative to its terms; by default near rounding.
+        tol: the largest accepted error, relative to the equation's terms; by default near rounding.
         max_iter: the largest number of Newton iterations.
-        where: the first words of an error.
+        where: the first words of an error message.
 
     Returns:
         x, `(*batch, k)`.
@@ -78,7 +77,7 @@ def solve(
         >>> torch.allclose(x, 1 - torch.tanh(x))
         True
     """
-    # There are no factorisations in half precision.
+    # PyTorch has no factorisations in half precision.
     work = torch.promote_types(c.dtype, torch.float32)
     with torch.autocast(c.device.type, enabled=False):
         if start is not None:
@@ -131,7 +130,7 @@ def _times(A: Tensor, x: Tensor) -> Tensor:
 
 
 class Equation(NamedTuple):
-    """`x = c + B sigma(A x + a)`; with a start, its chord from there in the place of sigma."""
+    """`x = c + B sigma(A x + a)`; with a start, the chord from there replaces sigma."""
 
     c: Tensor
     B: Tensor
@@ -168,7 +167,7 @@ class Equation(NamedTuple):
         change = slope.abs() * argument
         terms = _times(self.B.abs(), change) + x.abs() + self.c.abs()
         number = torch.finfo(x.dtype)
-        least = number.tiny / number.eps  # below, nothing is relative
+        least = number.tiny / number.eps  # errors below this size are absolute
         size = terms.amax(-1) + least
         return F.abs().amax(-1) / size
 
@@ -203,7 +202,7 @@ def _root(
         solved = (error <= limit).unsqueeze(-1)
         if bool(solved.all()):
             return x
-        # Where a bounded sigma has its solutions: the same points every time.
+        # Random starts where a bounded sigma has its solutions: the same starts every time.
         generator = torch.Generator().manual_seed(trial)
         z = torch.empty(a.shape[-1], dtype=c.dtype)
         z.uniform_(-1, 1, generator=generator)
@@ -254,7 +253,7 @@ def _(c, *arguments):
 
 @_root.register_vmap
 def _(info, in_dims, c, B, A, a, start, *options):
-    """More samples: what is mapped becomes the first axis of the batch."""
+    """Run more samples: the mapped axis becomes the first axis of the batch."""
 
     def mapped(tensor, dim):
         tensor = tensor[None] if dim is None else tensor.movedim(dim, 0)
@@ -339,7 +338,7 @@ def chord_slope(
     Args:
         sigma: the activation.
         z: one point.
-        end: the other.
+        end: the other point.
         value: the chord.
     """
     d = end - z
@@ -350,8 +349,8 @@ def chord_slope(
 def _mean(
     function: Any, z: Tensor, d: Tensor, weighted: bool = False
 ) -> Tensor:
-    """The integral of function(z + t d), or of t times it, for t from 0 to 1."""
-    d = d.clamp(-1, 1)  # far points do not need it
+    """The integral of function(z + t d), or of t function(z + t d), for t from 0 to 1."""
+    d = d.clamp(-1, 1)  # the mean is not used for distant points
     total = torch.zeros_like(d)
     for t, weight in GAUSS:
         factor = weight * t if weighted else weight

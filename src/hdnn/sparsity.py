@@ -1,9 +1,10 @@
-"""The locality condition, and block patterns that meet it: R of K, and T of X or J.
+"""The locality condition, and block patterns that meet it: R for K, and T for X or J.
 
 Nodes are numbered from 0. Patterns are `(M, M)` matrices of 0 and 1, or `(N, M, M)` for one per
-layer, as tensors, arrays or nested lists. A layer computes `K^T sigma(K y + b)`, so two nodes meet
-if a row of R contains both. All updates stay between linked nodes if `T R^T R + R^T R T <= S`,
-where S is the graph: S(i, k) = 1 if node i receives from node k (eq:sparsity_invariance).
+layer, as tensors, arrays or nested lists. A layer computes `K^T sigma(K y + b)`, so two nodes
+interact if a row of R contains both. All updates stay between linked nodes if
+`T R^T R + R^T R T <= S`, where S is the graph: S(i, k) = 1 if node i receives from node k
+(eq:sparsity_invariance).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ __all__ = [
     "is_local",
 ]
 
-# The neighbours of each node, itself among them
+# The neighbours of each node, including itself
 Links = Sequence[Collection[int]]
 
-MOST_PAIRS = 5 * 10**7  # pairs of nodes that rows of R link: more take minutes
+MOST_PAIRS = 5 * 10**7  # pairs linked by rows of R; more take minutes
 
 
 def binary(name: str, pattern: Any) -> Tensor:
@@ -118,7 +119,7 @@ def links_of(pattern: Tensor) -> list[list[int]]:
 
 
 def transposed(links: Links) -> list[list[int]]:
-    """For each node, the nodes that have it in their rows."""
+    """For each node, the nodes whose rows contain it."""
     result: list[list[int]] = [[] for _ in links]
     for i, row in enumerate(links):
         for k in row:
@@ -131,7 +132,7 @@ def transposed(links: Links) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Breach:
-    """A node that needs another node, to which the graph does not link it.
+    """A node that needs another node although the graph does not link them.
 
     Attributes:
         node: the number i of the node.
@@ -154,7 +155,7 @@ class Breach:
         return self.text()
 
     def text(self, label: Callable[[int], str] = str) -> str:
-        """One line with the need and its reason; `label` gives a node its name."""
+        """One line with the need and its reason; `label` returns the name of a node."""
         i, a, row, k = self.path if self.forward else self.path[::-1]
         why = []
         if a != i:
@@ -168,7 +169,7 @@ class Breach:
 
 
 class Explanation(tuple[Breach, ...]):
-    """All breaches of the locality condition, a line for each; empty if the patterns are local."""
+    """All breaches of the locality condition, one per line; empty if the patterns are local."""
 
     def __str__(self) -> str:
         if not self:
@@ -177,7 +178,7 @@ class Explanation(tuple[Breach, ...]):
 
 
 def explain(T: Any, R: Any, S: Any) -> Explanation:
-    """The failures of the locality condition: which node needs which, and along which path.
+    """The breaches of the locality condition: which node needs which, and along which path.
 
     Args:
         T: the pattern of X or J.
@@ -221,7 +222,7 @@ def breaches(
     if pairs > MOST_PAIRS:
         raise OptionError(
             f"rows of R link {pairs} pairs of nodes, which are too many to check; the longest row "
-            f"has {max(map(len, R))} nodes: give it fewer links."
+            f"has {max(map(len, R))} nodes: give that row fewer links."
         )
     holding = [set(rows) for rows in transposed(R)]
     near = [set().union(*(R[row] for row in rows)) for rows in holding]
@@ -275,12 +276,12 @@ class Sparsity:
 
     Args:
         R: the pattern of K, with ones on its diagonal.
-        T: the pattern of X or J, symmetric; by default what X or J uses.
+        T: the pattern of X or J, symmetric; by default the links that X or J uses.
         S: the graph; with it, the locality condition is checked.
-        sizes: the features of each node; by default all equal.
+        sizes: the number of features of each node; by default all equal.
 
     Raises:
-        OptionError: if the patterns or sizes do not fit together, or break the condition.
+        OptionError: if the patterns or sizes do not fit together, or break the locality condition.
 
     Examples:
         >>> import torch
@@ -319,7 +320,7 @@ class Sparsity:
         return {"R": self.R, "T": self.T, "S": self.S}
 
     def node_sizes(self, features: int) -> tuple[int, ...]:
-        """The sizes if given, or equal shares of the features."""
+        """The given sizes, or equal shares of the features."""
         if self.sizes is not None:
             return self.sizes
         if features % self.nodes:
@@ -329,7 +330,7 @@ class Sparsity:
         return (features // self.nodes,) * self.nodes
 
     def to_config(self) -> dict[str, Any]:
-        """The arguments, as JSON can hold them."""
+        """The arguments, in a form that JSON can hold."""
         config: dict[str, Any] = {}
         for name, pattern in self._patterns().items():
             config[name] = None if pattern is None else pattern.int().tolist()
@@ -362,14 +363,15 @@ def _check_diagonal(name: str, pattern: Tensor) -> None:
 
 
 def design(S: Any, sizes: Sequence[int] | None = None) -> Sparsity:
-    """Patterns for T = I that are local to the graph S and leave many weights free.
+    """Design patterns for T = I that are local to the graph S and leave many weights free.
 
-    Only links in both directions are used, because gradients go back the way states came. Nodes in
-    one component of S always reach each other, even if rows of R must give up weights for that.
+    Only links in both directions are used, because gradients travel back along the path of the
+    states. Nodes in the same component of S always reach each other, even if this leaves fewer
+    weights free.
 
     Args:
         S: the graph `(M, M)`, with ones on its diagonal.
-        sizes: the features of each node; by default one each.
+        sizes: the number of features of each node; by default 1.
 
     Returns:
         The patterns, for the option `sparsity` of a network.
@@ -421,10 +423,10 @@ def _joining_rows(
 def _clique(
     near: list[set[int]], weight: Sequence[int], clique: set[int]
 ) -> set[int]:
-    """A clique around linked nodes, by one node after the other."""
+    """A clique around linked nodes, built one node after the other."""
     candidates = set.intersection(*(near[node] for node in clique)) - clique
     while candidates:
-        # The node that leaves most to choose from; of equals the first.
+        # The node that leaves the most choice; among equals, the first.
         best = max(
             sorted(candidates),
             key=lambda node: sum(weight[u] for u in near[node] & candidates),

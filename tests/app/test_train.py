@@ -251,7 +251,7 @@ def test_a_mistake_leaves_no_folder_behind(capsys):
         (["train", "--data", "swiss_roll", "--solver", "magic"], "magic"),
         (
             ["train", "--data", "swiss_roll", "--resume", "--overwrite"],
-            "give only one",
+            "use only one",
         ),
         (["train", "--nonsense"], "--nonsense"),
         (["nonsense"], "nonsense"),

@@ -335,7 +335,7 @@ def test_a_target_that_cannot_be_learned_is_one_sentence(
 def test_a_class_that_was_not_learned_and_a_wrong_name_are_named():
     target = Target.fit(pd.DataFrame({"t": ["x", "y"] * 5}), "t")
     with pytest.raises(
-        DataError, match="'z', which is none of the classes x, y"
+        DataError, match="'z', which is not among the classes x, y"
     ):
         target.encode(pd.DataFrame({"t": ["z"]}))
     with pytest.raises(DataError, match="did you mean 'target'"):

@@ -93,7 +93,7 @@ def test_a_file_gives_nodes_names_links_and_columns(tmp_path):
         ("nodes = 2\nR = []\nsizes = 0", "the size of a node"),
         (
             "nodes = 2\nR = []\n[columns]\nx = 0\n1 = ['x']",
-            "gives 'x' to two nodes",
+            "assigns 'x' to two nodes",
         ),
         (
             "nodes = 3\nR = [[1, 0, 0], [0, 0, 0], [0, 0, 1]]",
@@ -169,7 +169,7 @@ def test_a_graph_in_two_pieces_is_refused_unless_edges_join_them():
 
 def test_a_hub_of_too_many_links_is_refused_before_it_takes_all_memory():
     star = [[0, k] for k in range(1, 10_000)]
-    with pytest.raises(OptionError, match="give it fewer links"):
+    with pytest.raises(OptionError, match="give that row fewer links"):
         Graph(10_000, R=star, edges=star).check()
 
 
@@ -292,10 +292,12 @@ def test_a_training_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
             tell=stop,
             **options,
         )
-    with pytest.raises(CheckpointError, match="holds a training; resume it"):
+    with pytest.raises(
+        CheckpointError, match="holds a training run; resume it"
+    ):
         train(Graph.ring(3), "double_moons", folder=tmp_path / "a", **options)
     other = {**options, "layers": 3}
-    with pytest.raises(CheckpointError, match="another training"):
+    with pytest.raises(CheckpointError, match="different training run"):
         train(
             Graph.ring(3),
             "double_moons",
@@ -413,7 +415,7 @@ def test_mistakes_in_node_files_are_sentences(tmp_path):
     fails(r"must hold x \(300, 2\)", x=torch.zeros(300, 3))
     fails(r"must hold x \(300, 2\)", y=good)
     fails("without gaps", x=good / 0)
-    fails(r"must hold x \(300, 2\).* it has \(200, 2\)", x=good[:200])
+    fails(r"must hold x \(300, 2\).* x has \(200, 2\)", x=good[:200])
     fails("differ in their id", x=good, id=torch.arange(300))
     path.write_bytes(b"no tensors")
     with pytest.raises(DataError, match="cannot read"):

@@ -126,6 +126,11 @@ def test_a_conservative_map_warns_of_data_that_lose_energy():
         made(2, 8).fit(spring(40, 30, damping=0.2), steps=1000)
 
 
+def test_a_batch_in_front_of_the_time_is_noticed():
+    with pytest.warns(DriftWarning, match="Time must be the first axis"):
+        made(2, 8).fit(spring(40, 30).transpose(0, 1), steps=300)
+
+
 def test_uneven_times_are_noticed_unless_they_are_said():
     times = DT * torch.tensor([0.6, 1.0, 1.4]).double()
     times = times[torch.randint(3, (30,))]

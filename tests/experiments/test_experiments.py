@@ -56,9 +56,7 @@ def test_cells_are_counted_without_and_with_rounding():
     rows = [{"mean": 99.97, "paper": 100.0}, {"mean": 99.9, "paper": 99.9}]
     rows.append({"mean": 90.0, "paper": 91.0})
     text = runner.counted(rows)
-    assert (
-        text == "1 of 3 mean accuracies reach the paper's (2 within rounding)"
-    )
+    assert text == "1 of 3 means reach the paper's accuracy (2 within rounding)"
 
 
 def test_the_tables_have_the_papers_cells():
@@ -121,7 +119,7 @@ def test_table_one_is_written_as_json_and_as_a_page(
         assert row["T"] == 0.8  # as published, not searched
     page = (tmp_path / "table-planar.md").read_text()
     assert "0.8 for the double moons" in page
-    assert "mean accuracies reach the paper's" in page
+    assert "means reach the paper's accuracy" in page
     assert page in capsys.readouterr().out
 
 

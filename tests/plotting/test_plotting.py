@@ -81,7 +81,7 @@ def test_orbits_are_drawn(tmp_path):
     )
     assert ax.get_legend_handles_labels()[1] == ["in", "out"]
     assert written(ax, tmp_path)
-    with pytest.raises(ShapeError, match="states must be"):
+    with pytest.raises(ShapeError, match="states must have shape"):
         plotting.phase_portrait(orbits[0])
 
 
@@ -103,5 +103,5 @@ def test_agents_that_collide_have_a_ring():
     assert ax.get_title() == "Paths of 2 agents, 2 of which collide"
     apart = plotting.agent_paths(meeting, targets=meeting[0], distance=0.1)
     assert apart.get_title() == "Paths of 2 agents"
-    with pytest.raises(ShapeError, match="paths must be"):
+    with pytest.raises(ShapeError, match="paths must have shape"):
         plotting.agent_paths(meeting[0])

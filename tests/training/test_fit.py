@@ -423,9 +423,9 @@ def test_options_out_of_range_are_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, t: (x[:, :1], t), r"x must be \(B, 2\)"),
-        (lambda x, t: (x[:0], t[:0]), r"x must be \(B, 2\)"),
-        (lambda x, t: (x, t[:-1]), "t must be"),
+        (lambda x, t: (x[:, :1], t), r"x must have shape \(B, 2\)"),
+        (lambda x, t: (x[:0], t[:0]), r"x must have shape \(B, 2\)"),
+        (lambda x, t: (x, t[:-1]), "t must have shape"),
         (lambda x, t: (x.float(), t), "float32"),
         (lambda x, t: (x / 0, t), "NaN or infinite"),
         (lambda x, t: (x, t.double()), "whole-number labels"),

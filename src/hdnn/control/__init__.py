@@ -1,9 +1,9 @@
 """Optimal control of many agents: a closed loop that is stable for any weights, in discrete time.
 
-A `Plant` and its `Controller` exchange energy through ports, and neighbours do so along the links
-of a graph. A `ClosedLoop` simulates them by steps whose energy balance is exact, so that no weights
-and no step size can make it unstable. A `LoopProblem` says where agents start and what their `Cost`
-is, and a `LoopTraining` minimises it.
+A `Plant` and its `Controller` exchange energy through ports, and neighbours exchange energy along
+the links of a graph. A `ClosedLoop` simulates both in steps whose energy balance is exact, so that
+no weights and no step size can make it unstable. A `LoopProblem` defines where agents start and
+what their `Cost` is, and a `LoopTraining` minimises this cost.
 """
 
 from hdnn.control.certificate import Balance, LoopCertificate

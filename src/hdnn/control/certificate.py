@@ -1,4 +1,4 @@
-"""The promise of a closed loop about its energy, and its gradients, checked along trajectories."""
+"""The guarantee for the energy of a closed loop, and its gradients, checked along trajectories."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hdnn.control.plant import times
 if TYPE_CHECKING:
     from hdnn.control.loop import ClosedLoop
 
-ROUNDING = 1e-12  # in float64: relative errors below it are rounding
-LARGEST = 512  # states of all agents together, up to which norms of dy_T/dy_t are computed
+ROUNDING = 1e-12  # in float64: smaller relative errors are rounding
+LARGEST = 512  # with more states in all, no norms of dy_T/dy_t are computed
 
 
 @dataclass(frozen=True, eq=False)
 class Balance:
-    """The energy of every step, by its weights: `after = before - lost + supplied`.
+    """The energy of every step, with that step's weights: `after = before - lost + supplied`.
 
     Attributes:
-        before: at the start of each step, `(steps, *batch)`.
-        after: at its end.
+        before: the energy at the start of each step, `(steps, *batch)`.
+        after: the energy at the end of each step.
         lost: the energy that was dissipated, `h f^T R f >= 0`.
         supplied: the energy from outside, `h w^T outputs`; 0 without forces w.
-        jumps: the change of energy when the next weights come in, `(steps - 1, *batch)`.
-        bounds: the bounds of these changes: the sums of `|dK xi + db|`.
+        jumps: the change of energy when the weights change, `(steps - 1, *batch)`.
+        bounds: the bounds on these changes: the sums of `|dK xi + db|`.
         violation: `|after - before + lost - supplied|`, relative to the terms of the energies.
-        outputs: of the plants' ports, `g^T f`, `(steps, *batch, N, m)`.
+        outputs: the outputs of the plants' ports, `g^T f`, `(steps, *batch, N, m)`.
     """
 
     before: Tensor
@@ -50,7 +50,7 @@ def balance(
     middles: Tensor,
     forces: Tensor | None = None,
 ) -> Balance:
-    """The balance of the steps of a trajectory from step 0 on, as `ClosedLoop.run` gives it."""
+    """The balance of the steps of a trajectory from step 0 on, as `ClosedLoop.run` returns it."""
     plant = loop.plant
     controller = loop.controller
     p = plant.states
@@ -112,7 +112,7 @@ def _total(x: Tensor) -> Tensor:
 
 
 def _terms(loop: ClosedLoop, y: Tensor, t: Tensor) -> Tensor:
-    """The energy, with everything that its rows sum up taken as positive: what rounding is of."""
+    """The energy with all terms taken as positive, to which rounding is relative."""
     plant = loop.plant
     z = y[..., : plant.states]
     xi = y[..., plant.states :]
@@ -130,20 +130,21 @@ def _terms(loop: ClosedLoop, y: Tensor, t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LoopCertificate:
-    """The promise of a closed loop, and the figures that check it; print it to read it.
+    """The guarantee for a closed loop, and the figures that check it; print it to read it.
 
     Attributes:
-        agents: N.
-        steps: of each trajectory.
-        samples: trajectories.
+        agents: N, the number of agents.
+        steps: the number of steps of each trajectory.
+        samples: the number of trajectories.
         violation: the largest violation of the energy balance, relative to the energies.
-        dissipated: the smallest energy that a step took away.
-        bound: the most by which changing weights can raise the energy; after the horizon, nothing.
-        raised: the most by which they did.
-        smallest_norm: of dy_T/dy_t along one horizon; None if it was not computed.
-        largest_norm: of the same.
-        gain: from outside forces to the plants' outputs, at most; infinite if there is no bound.
-        rounding: relative errors below it are rounding.
+        dissipated: the smallest energy that a step dissipated.
+        bound: the largest energy that changing weights can add; after the horizon they add none.
+        raised: the largest energy that changing weights did add.
+        smallest_norm: the smallest norm of dy_T/dy_t along one horizon; None if not computed.
+        largest_norm: the largest norm of dy_T/dy_t.
+        gain: the bound on the gain from outside forces to the plants' outputs; infinite if there is
+            no bound.
+        rounding: the size below which relative errors are rounding.
     """
 
     agents: int
@@ -160,7 +161,7 @@ class LoopCertificate:
 
     @property
     def holds(self) -> bool:
-        """True if every step kept its balance and took energy away or none, to rounding."""
+        """True if every step kept its energy balance and added no energy, up to rounding."""
         most = self.bound * (1 + self.rounding) + self.rounding
         return (
             self.violation <= self.rounding
@@ -178,12 +179,10 @@ class LoopCertificate:
             gain = f"at most {self.gain:.3g}"
         return (
             f"energy balance  {answer} in {self.steps} steps from {self.samples} states of "
-            f"{self.agents} agents, to {self.violation:.1e}\n"
-            f"energy lost     at least {self.dissipated:.3g} in each step\n"
-            f"new weights     add {self.raised:.3g} at most, of {self.bound:.3g} that they could; "
-            "after the horizon nothing\n"
-            f"gain            {gain}, from outside forces to outputs\n"
-            f"gradients       norm(dy_T/dy_t) {norms}"
+            f"{self.agents} agents, to {self.violation:.1e}\nenergy lost     at least "
+            f"{self.dissipated:.3g} in each step\nnew weights     add at most {self.raised:.3g} "
+            f"(bound {self.bound:.3g}); after the horizon nothing\ngain            {gain}, from outside "
+            f"forces to outputs\ngradients       norm(dy_T/dy_t) {norms}"
         )
 
 
@@ -193,7 +192,7 @@ def certify(
     horizons: int,
     samples: int,
 ) -> LoopCertificate:
-    """As `ClosedLoop.certify`."""
+    """The implementation of `ClosedLoop.certify`."""
     checked = loop.balance(y, horizons)
     y = y.reshape(-1, *y.shape[-2:])
     smallest = largest = None

@@ -1,4 +1,4 @@
-"""Controllers: H-DNNs in time, one for each agent, with skew couplings between neighbours."""
+"""Controllers: H-DNNs in time, one for each agent, coupled skew-symmetrically."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from hdnn.errors import OptionError, ShapeError, positive_int
 class Controller(nn.Module):
     """A controller `xi' = (J - R) dH/dxi + sum_k C_ik dH/dxi_k + G y`, `u = -G^T dH/dxi`.
 
-    Its energy changes with time: `H_t = sum log cosh(K_t xi + b_t)` with weights for each step. It
-    hears its agent's output y and its neighbours, and drives its agent by u: what one of them
-    loses the other gains, for any weights. K, b, G and C are parameters; K starts the same in all
-    steps.
+    Its energy `H_t = sum log cosh(K_t xi + b_t)` changes with time, with weights for each step. A
+    controller receives its agent's output y and signals from its neighbours, and drives its agent
+    with u: the energy that one loses, the other gains, for any weights. K, b, G and C are
+    parameters; K starts the same in all steps.
 
     Args:
-        agents: N.
-        steps: T, the steps of a horizon.
-        states: c, of each controller.
-        inputs: m, of each agent's plant.
-        links: pairs of agents whose controllers hear each other.
-        J: skew-symmetric, `(c, c)`; by default positions and momenta, for an even c.
-        dissipation: the diagonal of R, >= 0: a number, `(c,)` or `(N, c)`.
-        dtype: of the parameters, float32 or float64.
+        agents: N, the number of agents.
+        steps: T, the number of steps of a horizon.
+        states: c, the number of states of each controller.
+        inputs: m, the number of inputs of each agent's plant.
+        links: pairs of agents whose controllers are coupled.
+        J: a skew-symmetric matrix `(c, c)`; by default that of positions and momenta, for an even
+            c.
+        dissipation: the diagonal of R, >= 0: one number, `(c,)` or `(N, c)`.
+        dtype: the dtype of the parameters, float32 or float64.
 
     Examples:
         >>> from hdnn import control
@@ -60,7 +61,8 @@ class Controller(nn.Module):
         if J is None:
             if c % 2:
                 raise ShapeError(
-                    f"states must be even (positions and momenta), but is {c}; or give a J."
+                    f"states must be even (positions and momenta), but is {c}; use an even number, "
+                    "or pass J."
                 )
             J = canonical(c)
         if J.shape != (c, c):
@@ -69,7 +71,7 @@ class Controller(nn.Module):
         R = torch.as_tensor(dissipation, dtype=torch.float64)
         if bool((R < 0).any()):
             raise OptionError(
-                "dissipation must be >= 0, for it takes energy away."
+                "dissipation must be >= 0, because it removes energy."
             )
         R = R.detach().expand(N, c)
         self.register_buffer("J", J.detach().double())
@@ -87,7 +89,7 @@ class Controller(nn.Module):
         self.C = nn.Parameter(C)
 
     def weights(self, t: int | Tensor, axes: int) -> tuple[Tensor, Tensor]:
-        """K_t and b_t for states of so many axes; after the horizon the last ones stay.
+        """K_t and b_t for states with so many axes; after the horizon, the last weights are kept.
 
         With a tensor of steps `(L,)`, the states are `(L, *batch, N, c)`.
         """
@@ -101,12 +103,12 @@ class Controller(nn.Module):
         return K.view(*lead, N, c, c), b.view(*lead, N, c)
 
     def rows(self, xi: Tensor, t: int | Tensor) -> Tensor:
-        """`K_t xi + b_t` for the states that `weights` tells of."""
+        """The rows `K_t xi + b_t`, for states as in `weights`."""
         K, b = self.weights(t, xi.ndim)
         return times(K, xi) + b
 
     def energy(self, xi: Tensor, t: int | Tensor) -> Tensor:
-        """The energy of all controllers at step t, in the states that `rows` takes."""
+        """The energy of all controllers at step t, for states as in `rows`."""
         tanh = activations.get("tanh")
         energies = tanh.integral(self.rows(xi, t))
         return energies.sum((-2, -1))

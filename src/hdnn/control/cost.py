@@ -15,27 +15,28 @@ TERMS = ("state", "effort", "barrier", "smoothness", "end")
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """A weighted sum of terms, called with the loop and a trajectory; a mean over all samples.
+    """A weighted sum of terms, a function of the loop and a trajectory; a mean over all samples.
 
     With h the step and T the time at the end of the horizon:
 
     - `state`: `h sum_j discount^(T - t_j) |z_j - rest|^2`, the distance of plants from their rest
+      state
     - `effort`: `h sum_j |u_j|^2`
     - `barrier`: `h sum_j 1/(d^2 + 0.001)` for pairs of agents at a distance d below `distance`,
-      less its value at that distance, so that it has no jump there
+      less the value at `distance`, so that the barrier is continuous
     - `smoothness`: `sum_t |K_t+1 - K_t|^2 + |b_t+1 - b_t|^2` of the controllers
-    - `end`: the energy in the last state, which bounds all that follows
+    - `end`: the energy in the last state, which bounds all later energies
 
     Args:
-        state: weight of the distance.
-        discount: of the distance, above 0 and at most 1.
-        effort: weight of the effort.
-        barrier: weight of the barrier.
-        distance: below which the barrier acts.
-        smoothness: weight of the smoothness.
-        end: weight of the energy at the end.
-        dimensions: so many first states of an agent are its position; by default as many as it
-            has inputs.
+        state: the weight of the distance.
+        discount: the discount of the distance, above 0 and at most 1.
+        effort: the weight of the effort.
+        barrier: the weight of the barrier.
+        distance: the distance below which the barrier acts.
+        smoothness: the weight of the smoothness.
+        end: the weight of the energy at the end.
+        dimensions: the number of coordinates of a position, which are an agent's first states; by
+            default the number of inputs.
 
     Examples:
         >>> import torch
@@ -64,7 +65,7 @@ class Cost:
                 raise OptionError(f"{name} must be >= 0, but is {weight}.")
         if not 0 < self.discount <= 1:
             raise OptionError(
-                f"discount must be above 0, at most 1, but is {self.discount}."
+                f"discount must be above 0 and at most 1, but is {self.discount}."
             )
 
     def __call__(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class Cost:
         return torch.stack(values).sum()
 
     def terms(self, loop: ClosedLoop, trajectory: Tensor) -> dict[str, Tensor]:
-        """The terms of the sum by name, each times its weight; 0 for a weight of 0."""
+        """The terms of the sum by name, each multiplied by its weight."""
         values = {}
         for name in TERMS:
             weight = getattr(self, name)
@@ -130,11 +131,11 @@ def collisions(
 ) -> Tensor:
     """True for each sample in which two agents come closer than a distance, `(*batch,)`.
 
-    A position that is not finite is a collision.
+    A position that is not finite counts as a collision.
 
     Args:
         trajectory: states `(steps + 1, *batch, N, n)`, positions first.
-        distance: below which it is a collision.
+        distance: the distance below which agents collide.
         dimensions: the number of coordinates of a position.
 
     Examples:
@@ -161,7 +162,7 @@ def squared_distances(y: Tensor, dimensions: int) -> Tensor:
     N, n = y.shape[-2:]
     if not 1 <= dimensions <= n:
         raise ShapeError(
-            f"an agent has {n} states, so that {dimensions} are not a position."
+            f"an agent has {n} states, fewer than the {dimensions} coordinates of a position."
         )
     i, k = torch.triu_indices(N, N, 1, device=y.device)
     q = y[..., :dimensions]

@@ -1,14 +1,15 @@
-"""The steps of a closed loop as one kernel: quadratic plants in float64 on a CPU, by numba.
+"""The steps of a closed loop as one kernel: quadratic plants in float64 on a CPU, with numba.
 
-The equations are those of `hdnn.control.step`, of which the linear rows are solved for beforehand:
+The equations are those of `hdnn.control.step`, after the linear rows have been eliminated:
 
     x = c + F A^T chord(A y + a, A x + a),        c = y + Q y + e + push
 
-The rows u = A x + a are found by Newton's method; the backward pass solves the transposed
+The rows u = A x + a are computed with Newton's method; the backward pass solves the transposed
 equations. With P = A F A^T and the slopes D of chords its matrices are I - P D. Substeps do not
-make energy, so that the symmetric part of I - P D, scaled by the root of D, is at least I, and
+create energy, so the symmetric part of I - P D, scaled by the root of D, is at least I, and
 elimination needs no pivots. Equations of agents or edges and samples that do not depend on each
-other lie side by side in lanes, the innermost loops, which LLVM turns into vector instructions.
+other are stored side by side in lanes; the innermost loops run over lanes, and LLVM turns them into
+vector instructions.
 """
 
 # Numba compiles these functions, whose types pyright cannot see.
@@ -43,18 +44,18 @@ except ImportError:  # the kernel is optional
 LANES = 32
 VECTOR = 8
 ITERATIONS = 10_000
-SHORTEST = 2.0**-10  # of a Newton step: it is taken in any case, to get away
+SHORTEST = 2.0**-10  # shortest Newton step, which is always taken
 SMALL = 1e-7  # a Newton step whose square is rounding
 EPS = 2.0**-52
 FAST = {"error_model": "numpy", "fastmath": {"contract"}}
 
 
 def unsupported_reason(y: Tensor, system: System) -> str | None:
-    """A clause that says why the kernel cannot run these states, or None."""
+    """The reason why the kernel cannot run these states, or None."""
     if numba is None:
         return "numba is not installed (pip install 'hdnn[fast]')"
     if y.device.type != "cpu" or y.dtype != torch.float64:
-        return "it runs float64 on a CPU only"
+        return "it only runs float64 on a CPU"
     names = {*system.own.rows} - {"identity", "tanh"}
     if names or "tanh" in system.plant_edges.rows:
         return "the energy of the plant is not quadratic"
@@ -68,7 +69,7 @@ def trajectory(
     first: int,
     push: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `System.trajectory`."""
+    """The implementation of `System.trajectory`."""
     groups = [_eliminated(substeps) for substeps in system]
     if push is None:
         push = y.new_zeros(0, *y.shape)
@@ -85,7 +86,7 @@ def trajectory(
 def _eliminated(substeps: Substeps) -> tuple[Tensor, list[Tensor]]:
     """(I - H / 2)^-1 of the linear rows, which come first, and Q, e, F, A and a of the others."""
     linear = substeps.rows.count("identity")
-    # Linear rows are of plants, and the same in all steps.
+    # Linear rows belong to plants, and are the same in all steps.
     rows = substeps.A[0, :, :linear].detach()
     offsets = substeps.a[0, :, :linear].detach()
     weights = substeps.weights[:, :linear]
@@ -102,7 +103,7 @@ def _eliminated(substeps: Substeps) -> tuple[Tensor, list[Tensor]]:
 
 
 def _layout(substeps: Substeps) -> tuple[np.ndarray, np.ndarray]:
-    """The entries, and where groups of equations begin that share no entry."""
+    """The entries, and the starts of groups of equations that share no entry."""
     index = substeps.entries.contiguous().numpy()
     stops = [group.stop or len(index) for group in substeps.groups]
     return index, np.array([0, *stops])
@@ -147,7 +148,7 @@ class _Loop(torch.autograd.Function):
         failed = max(_in_threads(run, S, ctx.groups))
         if failed >= 0:
             raise ConvergenceError(
-                f"step {failed} of a closed loop: Newton's method did not converge; take a smaller "
+                f"step {failed} of a closed loop: Newton's method did not converge; use a smaller "
                 "step or smaller weights."
             )
         outputs = torch.from_numpy(states), torch.from_numpy(middles)
@@ -190,7 +191,7 @@ class _Loop(torch.autograd.Function):
 
 
 class Space(NamedTuple):
-    """Room for the lanes of a tile."""
+    """The memory for the lanes of a tile."""
 
     rows: tuple[np.ndarray, ...]
     chords: tuple[np.ndarray, ...]
@@ -229,7 +230,7 @@ def _in_threads(
 ) -> list[Any]:
     """The results of a function of the first and the last sample, for chunks of samples.
 
-    How large chunks are does not depend on the number of cores, and neither do results.
+    The size of chunks does not depend on the number of cores, so neither do results.
     """
     agents = len(groups[0][0])
     size = max(1, LANES // agents)
@@ -246,7 +247,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a kernel; if its files on disk are damaged, it is compiled and written anew."""
+    """Call a kernel; if its files on disk are damaged, compile it and write them again."""
     with contextlib.suppress(Exception):
         return _compiled(function)(*arguments)
     with contextlib.suppress(Exception):
@@ -261,7 +262,7 @@ def _compiled(function: Callable[..., Any], on_disk: bool = True) -> Any:
 
 
 def _inner(function: Any) -> Any:
-    """A function that kernels call, compiled as a part of them."""
+    """A function that kernels call, compiled as part of each kernel."""
     if numba is None:
         return function
     internal = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -287,7 +288,7 @@ _fit = Chebyshev.interpolate(_arc_series, 10, domain=[0, 1 / 9])
 ARTANH = tuple(_fit.convert(kind=Polynomial).coef[::-1].tolist())
 EXP = tuple(1 / math.factorial(n) for n in range(13, 1, -1))
 LOG2_HIGH = (
-    6.93147180369123816490e-01  # its product with small integers is exact
+    6.93147180369123816490e-01  # products of it with small integers are exact
 )
 LOG2_LOW = 1.90821492927058770002e-10
 
@@ -368,7 +369,7 @@ def _matrix(P, end, M, rows, lanes):  # pragma: kernel
 
 @_inner
 def _eliminate(M, x, rows, lanes):  # pragma: kernel
-    """Solve M x = v, from v in the place of x, by Gauss's elimination."""
+    """Solve M x = v with Gaussian elimination, replacing v by x."""
     for i in range(rows):
         for lane in range(lanes):
             M[i, i, lane] = 1 / M[i, i, lane]
@@ -420,8 +421,8 @@ def _limits(P, q, limit, rows, lanes):  # pragma: kernel
 def _solve(z, q, P, space, rows, lanes):  # pragma: kernel
     """The u with `u = q + P chord(z, u)`; False without a solution.
 
-    A Newton step that does not lower the residual is halved, in its lane alone. The last one is so
-    small that chords are linear along it, to rounding.
+    A Newton step that does not lower the residual is halved, only in its lane. The last step is so
+    small that chords are linear along it, up to rounding.
     """
     _, _, u, base, dx, F = space.rows
     value, end, start = space.chords
@@ -466,7 +467,7 @@ def _solve(z, q, P, space, rows, lanes):  # pragma: kernel
 
 @_inner
 def _pad(z, q, P, rows, lanes):  # pragma: kernel
-    """Fill up the last vector with equations of zeros; the number of lanes then."""
+    """Fill the last vector with equations of zeros; return the number of lanes."""
     full = (lanes + VECTOR - 1) // VECTOR * VECTOR
     for lane in range(lanes, full):
         for i in range(rows):
@@ -579,8 +580,8 @@ def _forward(
 ):  # pragma: kernel
     """All steps of some samples; the number of the step that failed, or -1.
 
-    Groups are the agents themselves, the edges of plants and those of controllers: odd steps take
-    them the other way round.
+    Groups are the agents themselves, the edges of plants and those of controllers: odd steps run
+    them in reverse order.
     """
     last = groups[0][-1].shape[0] - 1
     y = space.y
@@ -608,7 +609,7 @@ def _forward(
 
 @_inner
 def _pull(group, place, backwards, g, g_push, space):  # pragma: kernel
-    """From the gradient of the states after a group to that before it.
+    """Compute the gradient of the states before a group from the gradient after it.
 
     Saves the gradients of rows at the start and at the end, chords, and gradients of solutions.
     """
@@ -671,7 +672,7 @@ def _gather_back(group, place, start, lanes, g, space):  # pragma: kernel
 def _scatter_back(
     group, place, start, lanes, g, g_push, space
 ):  # pragma: kernel
-    """The gradients of the states before the substeps, and those of rows, chords and solutions."""
+    """The gradients of the states before the substeps, and of rows, chords and solutions."""
     index, _, Q, _, _, A, _, _, _, pulls, sources = group
     t, at, pushed, low = place
     samples = len(g)
@@ -707,7 +708,7 @@ def _scatter_back(
 def _backward(
     low, cotangents, g_y, g_push, first, space, groups
 ):  # pragma: kernel
-    """The gradients of some samples, from those of all states."""
+    """The gradients of some samples, from the gradients of all states."""
     steps = len(cotangents) - 1
     g = space.y
     for n in range(steps, -1, -1):
@@ -729,7 +730,7 @@ def _backward(
 def _gradients(
     first, F, A, trace, pulls, sources, work, dQ, de, dF, dA, da
 ):  # pragma: kernel
-    """The gradients of Q, e, F, A and a, from the solutions and the gradients there."""
+    """The gradients of Q, e, F, A and a, from the solutions and their gradients."""
     steps, E, S, k = sources.shape
     T, _, rows, _ = A.shape
     slopes, back = work

@@ -27,17 +27,17 @@ ENGINES = ("auto", "fused", "reference")
 class ClosedLoop(nn.Module):
     """A plant and its controllers, simulated so that the energy balance of every step is exact.
 
-    The state of an agent is that of its plant, then that of its controller: n = p + c numbers. For
-    any weights and any step size the total energy falls by just what is dissipated, to rounding,
-    as long as the weights stay the same. Steps are of order 2, two by two.
+    The state of an agent is the state of its plant followed by that of its controller: n = p + c
+    numbers. For any weights and any step size, the total energy falls by exactly the dissipated
+    energy, up to rounding, as long as the weights do not change. Pairs of steps have order 2.
 
     Args:
-        plant: the agents.
-        controller: their controllers.
-        step: h, the time of one step.
+        plant: the plant of the agents.
+        controller: the controllers of the agents.
+        step: h, the duration of one step.
         engine: "reference" (plain PyTorch, any energy and device), "fused" (one kernel: quadratic
-            energies in float64 on a CPU, needs numba) or "auto" (fused where it can run). By
-            default the engine of `hdnn.engine.use`.
+            energies in float64 on a CPU, needs numba) or "auto" (fused if possible). By default the
+            engine of `hdnn.engine.use`.
 
     Examples:
         >>> import torch
@@ -65,7 +65,7 @@ class ClosedLoop(nn.Module):
             theirs = getattr(controller, name)
             if ours != theirs:
                 raise ShapeError(
-                    f"the plant has {ours} {name}, but the controller is for {theirs}; use "
+                    f"the plant has {ours} {name}, but the controller expects {theirs}; use "
                     f"Controller(.., {name}={ours})."
                 )
         if engine is not None:
@@ -79,8 +79,9 @@ class ClosedLoop(nn.Module):
         """States of the loop, `(*batch, N, n)`, from those of the plant, `(*batch, N, p)`.
 
         Args:
-            z: states of the plant.
-            xi: states of the controllers: a number, or what expands to `(*batch, N, c)`.
+            z: the states of the plant.
+            xi: the states of the controllers: one number, or a tensor that expands to
+                `(*batch, N, c)`.
         """
         N = self.plant.agents
         p = self.plant.states
@@ -100,18 +101,19 @@ class ClosedLoop(nn.Module):
         horizons: int = 1,
         forces: Any = None,
     ) -> Tensor:
-        """All states from y on.
+        """All states, starting from y.
 
         Args:
             y: states `(*batch, N, n)`.
-            horizons: after the first one the last weights stay.
-            forces: from outside, on the plants' inputs: what expands to `(steps, *batch, N, m)`.
+            horizons: the number of horizons; after the first, the last weights are kept.
+            forces: outside forces on the plants' inputs, a tensor that expands to
+                `(steps, *batch, N, m)`.
 
         Returns:
             The trajectory, `(horizons T + 1, *batch, N, n)`.
 
         Raises:
-            ConvergenceError: if a step has no solution that could be found.
+            ConvergenceError: if no solution of a step could be found.
         """
         steps = horizons * self.controller.steps
         states, _ = self.run(y, steps, forces=forces)
@@ -126,8 +128,8 @@ class ClosedLoop(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """States from y at step `first` on, and the states in the middle of each step.
 
-        In the middle of a step all agents have moved by themselves, and no edge has moved (in odd
-        steps the other way round).
+        In the middle of an even step, the agents' own substeps are done and those of the edges are
+        not; in an odd step it is the reverse.
         """
         N = self.plant.agents
         n = self.plant.states + self.controller.states
@@ -188,7 +190,7 @@ class ClosedLoop(nn.Module):
         return w.expand(steps, *batch, N, m)
 
     def energy(self, y: Tensor, t: int | Tensor) -> Tensor:
-        """The energy in the states y `(*batch, N, n)` by the weights of step t: `(*batch,)`.
+        """The energy in the states y `(*batch, N, n)` with the weights of step t: `(*batch,)`.
 
         With a tensor of steps `(L,)`, the states are `(L, *batch, N, n)`.
         """
@@ -215,9 +217,9 @@ class ClosedLoop(nn.Module):
         horizons: int = 1,
         forces: Any = None,
     ) -> Balance:
-        """The energy before and after every step, and the energy that was dissipated.
+        """The energy before and after every step, and the dissipated energy.
 
-        The arguments are those of the call.
+        The arguments are those of `forward`.
         """
         steps = horizons * self.controller.steps
         states, middles = self.run(y, steps, forces=forces)
@@ -235,18 +237,19 @@ class ClosedLoop(nn.Module):
 
         Args:
             y: states `(*batch, N, n)`.
-            horizons: after the first one the last weights stay.
-            samples: norms of `dy_T/dy_t` are computed for the first few states.
+            horizons: the number of horizons; after the first, the last weights are kept.
+            samples: the number of states for which norms of `dy_T/dy_t` are computed.
         """
         return certify(self, y, horizons, samples)
 
     @property
     def gain(self) -> float:
-        """The most that forces from outside are amplified, from forces to the plants' outputs.
+        """A bound on the gain from outside forces to the plants' outputs.
 
-        Both are measured as roots of sums of squares over time and agents; it holds for any weights
-        and any step, beside what the energy at the start and new weights add. It is 1 / damping for
-        robots, and infinite where an input acts on states that nothing damps.
+        Forces and outputs are measured as roots of sums of squares over time and agents. The bound
+        holds for any weights and any step, apart from the effect of the energy at the start and of
+        changing weights. It is 1 / damping for robots, and infinite if an input acts on undamped
+        states.
         """
         R = self.plant.R
         g = self.plant.g

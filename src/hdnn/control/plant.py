@@ -1,4 +1,4 @@
-"""Plants: agents with an energy, ports, and skew couplings between neighbours."""
+"""Plants: agents with an energy, ports, and skew-symmetric couplings between neighbours."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from hdnn.errors import OptionError, ShapeError
 
 Edge = tuple[int, int]
 
-ROUNDING = 1e-12  # relative: how far from skew or semidefinite a matrix may be
+ROUNDING = 1e-12  # relative deviation allowed in skew and semidefinite matrices
 
 
 class Plant(nn.Module):
     """N agents `z_i' = (J_i - R_i) dH/dz_i + sum_k C_ik dH/dz_k + g_i u_i`, `y_i = g_i^T dH/dz_i`.
 
     The energy of an agent is the sum of `s(A_i z_i + a_i)` over its rows, where s is the integral
-    of an activation: x^2/2 of the identity, 1 - cos x of sin (a pendulum), log cosh x of tanh (a
-    spring whose force has a limit). Agents k along an edge of i act on it by `C_ik`, and i acts
-    back by `-C_ik^T`, so that they pass energy on and make none. All of it is in float64.
+    of an activation: x^2/2 for the identity, 1 - cos x for sin (a pendulum), log cosh x for tanh (a
+    spring with a limited force). A neighbour k acts on agent i through `C_ik`, and i acts back
+    through `-C_ik^T`, so couplings pass energy on but create none. All tensors are in float64.
 
     Args:
-        A: rows of the energies, `(N, r, p)`.
-        J: skew-symmetric, `(N, p, p)`.
-        R: dissipation, symmetric and positive semidefinite, `(N, p, p)`.
-        g: ports, `(N, p, m)`: where the m inputs of an agent act.
-        a: offsets of the rows, `(N, r)`; by default 0.
+        A: the rows of the energies, `(N, r, p)`.
+        J: skew-symmetric matrices, `(N, p, p)`.
+        R: the dissipation, symmetric and positive semidefinite, `(N, p, p)`.
+        g: the ports through which the m inputs of an agent act, `(N, p, m)`.
+        a: the offsets of the rows, `(N, r)`; by default 0.
         links: pairs (i, k) of coupled agents.
-        couplings: `C_ik` for each pair, `(E, p, p)`.
-        activation: of the rows: one name, or a list of r names.
-        weights: positive factors of the energies of rows, `(N, r)`; by default 1.
+        couplings: the matrix `C_ik` of each pair, `(E, p, p)`.
+        activation: the activation of the rows: one name, or a list of r names.
+        weights: factors >= 0 of the rows' energies, `(N, r)`; by default 1.
 
     Examples:
         >>> import torch
@@ -92,7 +92,7 @@ class Plant(nn.Module):
             matrix = _matrix(name, value, len(shape))
             if matrix.shape != shape:
                 raise ShapeError(
-                    f"{name} must be {shape} to fit A, but is {tuple(matrix.shape)}."
+                    f"{name} must have shape {shape} to fit A, but has {tuple(matrix.shape)}."
                 )
             self.register_buffer(name, matrix)
         check_skew("J", self.J)
@@ -114,7 +114,7 @@ class Plant(nn.Module):
         self.couplings = self._ordered(links)
 
     def _ordered(self, links: Sequence[tuple[int, int]]) -> Tensor:
-        """The couplings in the order of `self.links`, as the first end of each link has them."""
+        """The couplings in the order of `self.links`, seen from the first agent of each link."""
         by_pair = {}
         for C, (i, k) in zip(self.couplings, links, strict=True):
             by_pair[i, k] = C
@@ -125,19 +125,19 @@ class Plant(nn.Module):
         return torch.stack(ordered)
 
     def rows(self, z: Tensor) -> Tensor:
-        """`A z + a` for states `(*batch, N, p)`."""
+        """The rows `A z + a` for states `(*batch, N, p)`."""
         moved = times(self.A.to(z), z)
         return moved + self.a.to(z)
 
     def energy(self, z: Tensor) -> Tensor:
-        """The energy of all agents together in the states `(*batch, N, p)`: `(*batch,)`."""
+        """The total energy of all agents in the states `(*batch, N, p)`: `(*batch,)`."""
         sigma = activations.by_row(self.activation)
         energies = sigma.integral(self.rows(z))
         energies = self.weights.to(z) * energies
         return energies.sum((-2, -1))
 
     def rest(self) -> Tensor:
-        """States `(N, p)` in which no agent is moved by its own energy."""
+        """The rest state `(N, p)`, in which no agent is moved by its own energy."""
         inverse = torch.linalg.pinv(self.A)
         z = -times(inverse, self.a)
         sigma = activations.by_row(self.activation)
@@ -148,8 +148,8 @@ class Plant(nn.Module):
         size = size * self.A.abs().sum((-2, -1))
         if bool((slope > 1e-9 * size).any()):
             raise OptionError(
-                "the plant has no rest that can be told from its rows, which a cost of its states "
-                "needs; use Cost(state=0)."
+                "no rest state can be determined from the plant's rows, but a cost on its states "
+                "needs one; use Cost(state=0)."
             )
         return z
 
@@ -179,16 +179,16 @@ def robots(
     spring: float = 1.0,
     damping: float = 0.2,
 ) -> Plant:
-    """Point masses, each pulled to its target by a spring and damped.
+    """Point masses, each damped and pulled to its target by a spring.
 
-    They move on a line, in the plane or in space: targets have one, two or three coordinates. The
-    states of a robot are its position and its momentum; its inputs are forces.
+    Robots move on a line, in the plane or in space, so targets have one, two or three coordinates.
+    The states of a robot are its position and its momentum; its inputs are forces.
 
     Args:
-        targets: `(N, d)`.
-        mass: of each robot.
-        spring: the force to the target for each unit of distance.
-        damping: the force against each unit of velocity.
+        targets: the positions of the targets, `(N, d)`.
+        mass: the mass of each robot.
+        spring: the force towards the target per unit of distance.
+        damping: the resisting force per unit of velocity.
 
     Examples:
         >>> import torch
@@ -226,19 +226,19 @@ def oscillators(
     coupling: float = 1.0,
     damping: float = 0.1,
 ) -> Plant:
-    """Masses on springs of their own, and on a spring along each link of a graph.
+    """Masses, each on its own spring, with a further spring along each link of a graph.
 
     The states of an agent are its position, its momentum, and the extension of each spring that
-    starts at it. Agents with fewer springs than others have states that never move. The input is
-    a force.
+    starts at this agent. Agents with fewer springs than others have states that never change. The
+    input is a force.
 
     Args:
         links: pairs of agents.
-        agents: N; by default as many as the links name.
-        mass: of each agent.
-        spring: of each agent's own spring.
-        coupling: of the springs along links.
-        damping: the force against each unit of velocity.
+        agents: N, the number of agents; by default the largest number in `links` plus 1.
+        mass: the mass of each agent.
+        spring: the stiffness of each agent's own spring.
+        coupling: the stiffness of the springs along links.
+        damping: the resisting force per unit of velocity.
 
     Examples:
         >>> from hdnn import control
@@ -260,17 +260,17 @@ def pendulums(
 ) -> Plant:
     """Masses on rods in gravity, with a spring along each link of a graph.
 
-    As `oscillators`, with the angle in the place of the position: 0 where a mass hangs, pi where
-    it stands. The input is a torque.
+    States are those of `oscillators`, with an angle instead of the position: 0 when a mass hangs,
+    pi when it is upright. The input is a torque.
 
     Args:
         links: pairs of agents.
-        agents: N; by default as many as the links name.
-        mass: of each agent.
-        length: of its rod.
-        gravity: the acceleration of what falls.
-        coupling: of the springs along links, for each unit of angle.
-        damping: the torque against each unit of angular velocity.
+        agents: N, the number of agents; by default the largest number in `links` plus 1.
+        mass: the mass of each agent.
+        length: the length of each rod.
+        gravity: the gravitational acceleration.
+        coupling: the torque of the springs along links, per unit of angle.
+        damping: the resisting torque per unit of angular velocity.
 
     Examples:
         >>> from hdnn import control
@@ -294,7 +294,7 @@ def _chain(
     coupling,
     spring,
 ) -> dict[str, Any]:
-    """Arguments of a plant of masses with a position, a momentum and the springs of links."""
+    """The arguments of a plant of masses, with positions, momenta and springs along links."""
     if agents is None:
         last = max((max(pair) for pair in links), default=0)
         agents = last + 1
@@ -320,7 +320,7 @@ def _chain(
     g[:, 1, 0] = 1
     for e, (i, slot) in enumerate(slots):
         A[i, slot, slot] = coupling**0.5
-        # The spring is drawn out by the difference of the velocities.
+        # The difference of the velocities extends the spring.
         J[i, slot, 1] = 1
         J[i, 1, slot] = -1
         couplings[e, slot, 1] = -1
@@ -344,7 +344,8 @@ def edges(links: Iterable[Edge], agents: int) -> tuple[Edge, ...]:
         ends = {i for i in pair if 0 <= i < agents}
         if len(pair) != 2 or len(ends) != 2:
             raise OptionError(
-                f"links must be pairs of two of the agents 0 .. {agents - 1}, but one is {pair!r}."
+                f"links must be pairs of different agents from 0 .. {agents - 1}, but one is "
+                f"{pair!r}."
             )
         i, k = sorted(ends)
         pairs.add((i, k))
@@ -353,7 +354,7 @@ def edges(links: Iterable[Edge], agents: int) -> tuple[Edge, ...]:
 
 
 def colours(pairs: Iterable[Edge]) -> list[list[Edge]]:
-    """Groups of pairs that share no agent: each pair joins the first group that it fits into."""
+    """Groups of pairs that share no agent: each pair joins the first group that fits."""
     groups: list[list[Edge]] = []
     agents: list[set[int]] = []
     for pair in pairs:
@@ -378,7 +379,7 @@ def times(A: Tensor, x: Tensor) -> Tensor:
 
 
 def blocks(rows: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The matrix of these blocks, row by row."""
+    """The matrix made of these blocks, row by row."""
     bands = [torch.cat([*row], -1) for row in rows]
     return torch.cat(bands, -2)
 
@@ -408,7 +409,7 @@ def _check_semidefinite(R: Tensor) -> None:
     least = torch.linalg.eigvalsh(R)
     if bool((least < -rounding).any()):
         raise OptionError(
-            "R must be positive semidefinite, for it takes energy away."
+            "R must be positive semidefinite, because it removes energy."
         )
 
 
@@ -419,6 +420,6 @@ def _matrix(name: str, value: Any, axes: int) -> Tensor:
     if matrix.ndim != axes or not finite:
         shape = tuple(matrix.shape)
         raise ShapeError(
-            f"{name} must be finite numbers with {axes} axes, but its shape is {shape}."
+            f"{name} must be a tensor of finite numbers with {axes} axes, but has shape {shape}."
         )
     return matrix.clone()

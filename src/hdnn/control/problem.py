@@ -1,4 +1,4 @@
-"""Problems of control: a closed loop, where its agents start, and the cost to minimise."""
+"""Control problems: a closed loop, the start of its agents, and the cost to minimise."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hdnn.control.loop import ClosedLoop
 from hdnn.control.plant import robots
 from hdnn.errors import DataError, OptionError, ShapeError
 
-TRIES = 100  # draws of colliding starts before giving up
-# Seconds for which controllers push their robots to one side at first.
+TRIES = 100  # attempts to draw starts without collisions
+# Seconds at the start during which controllers push their robots to one side.
 SWIRL = 3.0
 
 
@@ -27,13 +27,13 @@ class LoopProblem:
     """A closed loop, the states in which its agents start, and the cost to minimise.
 
     Args:
-        loop: the agents and their controllers, whose weights a training changes.
-        z: states of the plants at the start, `(N, p)`.
-        xi: states of the controllers at the start: a number, `(c,)` or `(N, c)`.
+        loop: the agents and their controllers, whose weights are trained.
+        z: the states of the plants at the start, `(N, p)`.
+        xi: the states of the controllers at the start: one number, `(c,)` or `(N, c)`.
         cost: a `Cost`, or any function of the loop and a trajectory `(steps + 1, *batch, N, n)`
             that returns one number.
-        radius: agents start within it of z, in each coordinate of their positions.
-        collision: two agents that are closer collide; 0 if they cannot.
+        radius: the largest distance of starts from z, in each coordinate of a position.
+        collision: the distance below which two agents collide; 0 for no collisions.
 
     Examples:
         >>> import torch
@@ -64,7 +64,7 @@ class LoopProblem:
         shape = (N, plant.states)
         if self.z.shape != shape:
             raise ShapeError(
-                f"z must be {shape}, a row an agent, but is {tuple(self.z.shape)}."
+                f"z must have shape {shape}, one row per agent, but has {tuple(self.z.shape)}."
             )
         if not callable(self.cost):
             raise OptionError(
@@ -83,7 +83,7 @@ class LoopProblem:
         return own or self.loop.plant.inputs
 
     def start(self) -> Tensor:
-        """States of the loop at z and xi, `(N, n)`."""
+        """The states of the loop at z and xi, `(N, n)`."""
         return self.loop.start(self.z, self.xi)
 
     def starts(
@@ -94,14 +94,14 @@ class LoopProblem:
         draw: int = 0,
         disc: bool = False,
     ) -> Tensor:
-        """Random states to start from: positions within the radius of z, all else as it is.
+        """Random start states: positions within the radius of z, all other states unchanged.
 
-        A sample in which agents would collide from the start is drawn again.
+        A sample in which agents collide at the start is drawn again.
 
         Args:
-            count: of the samples.
-            seed: of the numbers drawn.
-            draw: the number of the draw: a training takes 0, 1, ..
+            count: the number of samples.
+            seed: the seed for the random numbers.
+            draw: the number of the draw; training uses 0, 1, ..
             disc: draw from a disc (a ball in space) instead of a square.
 
         Returns:
@@ -121,7 +121,7 @@ class LoopProblem:
                 return self.loop.start(z, self.xi)
         raise DataError(
             f"agents collide at random starts within {self.radius:g}; use a smaller radius, or "
-            "let them start further apart."
+            "place the agents further apart."
         )
 
     def _moves(
@@ -157,21 +157,21 @@ def crossing(
     cost: Callable[[ClosedLoop, Tensor], Tensor] | None = None,
     engine: str | None = None,
 ) -> LoopProblem:
-    """Twelve robots in two columns that all must pass through the middle to change places.
+    """Twelve robots in two columns, which must all pass through the middle to change places.
 
-    Robots of mass 1 and damping 0.2 stand at x = -3 and 3, y = 5, 3, .. -5, and move up or down at
-    speed 0.5; a spring 1 pulls each to its target, opposite with respect to the middle.
-    Controllers have 4 states and dissipation 12 on their momenta, which start at 3. They start out
-    as springs and dampers, slightly different from robot to robot, that push their robot to its
-    right for the first 3 seconds.
+    Robots of mass 1 and damping 0.2 start at x = -3 and 3, y = 5, 3, .. -5, and move up or down at
+    speed 0.5; a spring of stiffness 1 pulls each robot to its target on the opposite side of the
+    middle. Controllers have 4 states and dissipation 12 on their momenta, which start at 3. Before
+    training, controllers act as springs and dampers, slightly different from robot to robot, that
+    push their robot to its right for the first 3 seconds.
 
     Args:
-        links: as `Controller` takes them, or "ring".
-        seed: of the weights.
-        steps: T, of a horizon.
-        horizon: its time.
-        cost: by default `Cost()`.
-        engine: of the loop, as `ClosedLoop` takes it.
+        links: the links of the controllers, as in `Controller`, or "ring".
+        seed: the seed for the weights.
+        steps: T, the number of steps of a horizon.
+        horizon: the duration of the horizon.
+        cost: the cost; by default `Cost()`.
+        engine: the engine of the loop, as in `ClosedLoop`.
 
     Examples:
         >>> from hdnn import control

@@ -5,11 +5,12 @@ substeps, each by the average discrete gradient f of the energy in a part of J -
 
     x = y + h (J - R)_part f(y, x),        f(y, x) = A^T (weights * chord(A y + a, A x + a))
 
-First every agent moves with its controller; then both ends of every edge, those of the plants
-before those of the controllers. Every second step does so in reverse, so that two steps together
-are symmetric. The chords make f^T (x - y) the change of the energy, so that it falls by h f^T R f
-in the agents' own substeps and stays the same along edges: for any weights and any h. Forces w from
-outside act in the agents' own substeps, to which h g w is added: they supply h w^T g^T f.
+First every agent moves with its controller; then both ends of every edge move, first for edges of
+plants, then for edges of controllers. Every second step runs in reverse order, so two steps
+together are symmetric. The chords make f^T (x - y) the change of the energy, so the energy falls by
+h f^T R f in the agents' own substeps and does not change along edges, for any weights and any h.
+Forces w from outside act in the agents' own substeps, to which h g w is added; the forces supply
+the energy h w^T g^T f.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Substeps(NamedTuple):
     groups: tuple[slice, ...]
 
     def solve(self, y: Tensor, t: int, push: Tensor | None = None) -> Tensor:
-        """The states `(S, N n)` after the substeps of step t, from y; `push` is added to them."""
+        """The states `(S, N n)` after the substeps of step t, from y; `push` is added."""
         groups = self.groups[::-1] if t % 2 else self.groups
         t = min(t, len(self.A) - 1)
         sigma = activations.by_row(self.rows)
@@ -69,7 +70,7 @@ class Substeps(NamedTuple):
 
 
 class System(NamedTuple):
-    """The substeps of a closed loop: agents by themselves, edges of plants and of controllers."""
+    """The substeps of a closed loop: for agents, edges of plants and edges of controllers."""
 
     own: Substeps
     plant_edges: Substeps
@@ -82,7 +83,7 @@ class System(NamedTuple):
         first: int,
         push: Tensor | None,
     ):
-        """States `(steps + 1, S, N n)`, and those between the own substeps and the edges."""
+        """States `(steps + 1, S, N n)`, and those between the agents' substeps and the edges."""
         states = [y]
         middles = []
         for n in range(steps):
@@ -106,7 +107,7 @@ class System(NamedTuple):
 
 
 def system(loop: ClosedLoop) -> System:
-    """The substeps of a loop, with gradients in the weights of its controllers."""
+    """The substeps of a loop, with gradients for the weights of its controllers."""
     plant = loop.plant
     controller = loop.controller
     K = controller.K
@@ -149,7 +150,7 @@ def system(loop: ClosedLoop) -> System:
 
 
 def _interconnection(loop: ClosedLoop) -> Tensor:
-    """J - R of each agent with its controller, `(N, n, n)`: they are joined by the port G."""
+    """J - R of each agent with its controller, `(N, n, n)`: the port G joins them."""
     plant = loop.plant
     controller = loop.controller
     G = controller.G

@@ -1,4 +1,4 @@
-"""Training of closed loops: Adam on the cost of a horizon, from fresh starts in each iteration."""
+"""Training of closed loops: Adam on the cost of a horizon, from new starts in each iteration."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from hdnn.training.fit import one_thread
 from hdnn.training.recipes import cosine
 
 SAVE_EVERY = 2.0  # seconds between checkpoints
-WARM_UP = 10  # iterations in which the rate rises
+WARM_UP = 10  # iterations in which the learning rate rises
 LOWEST = 0.02  # of the rate, at the end
-# Robots that meet have gradients a thousand times as large as others, after which Adam hardly moves
-# until it has forgotten them: in 1,000 iterations by the usual beta of 0.999, in 5 by 0.8. With
-# both betas the same, no weight ever moves by more than the rate.
+# Robots that meet have gradients a thousand times larger than others. Adam then hardly moves until
+# it has forgotten such a gradient: this takes 1,000 iterations with the usual beta of 0.999, but 5
+# with 0.8. If both betas are equal, no weight ever moves by more than the learning rate.
 BETAS = (0.8, 0.8)
 
 
 class LoopTraining:
-    """A training of the controllers of a problem, in place; `run` does it, or goes on with it.
+    """A training run for the controllers of a problem, in place; `run` starts or continues it.
 
-    In each iteration the loop is simulated over one horizon from a batch of fresh random starts,
-    and Adam takes a step. The rate rises for 10 iterations, then falls to 2% as a cosine.
+    In each iteration the loop is simulated over one horizon from a batch of new random starts, and
+    Adam takes a step. The learning rate rises for 10 iterations, then falls to 2% as a cosine.
 
-    With a folder, a training that was interrupted or killed goes on to the very bits that it would
-    have had: make the problem again, and give the folder with `resume=True`. A cost that is a
-    function is known by its name alone.
+    With a folder, a training run that was interrupted or killed can resume, and ends with exactly
+    the same bits: make the problem again, and pass the folder with `resume=True`. A cost function
+    is identified only by its name.
 
     Args:
-        problem: its controllers are trained.
-        iterations: of Adam.
-        batch: starts an iteration.
-        rate: the largest rate of Adam.
-        seed: of the starts.
-        folder: for checkpoints; by default nothing is written.
-        resume: go on with the training in `folder`, or begin there if it is empty.
+        problem: the problem whose controllers are trained.
+        iterations: the number of iterations of Adam.
+        batch: the number of starts in each iteration.
+        rate: the largest learning rate of Adam.
+        seed: the seed for the starts.
+        folder: the folder for checkpoints; by default nothing is written.
+        resume: resume the training run in `folder`, or start one there if it is empty.
 
     Examples:
         >>> from hdnn import control
@@ -85,7 +85,7 @@ class LoopTraining:
         weights = [w for w in self.loop.parameters() if w.requires_grad]
         if not weights:
             raise OptionError(
-                "all weights of the controllers are frozen; nothing can be trained."
+                "all weights of the controllers are frozen; there is nothing to train."
             )
         self.optimizer = torch.optim.Adam(
             weights,
@@ -111,13 +111,13 @@ class LoopTraining:
         """Train to the end, or up to an iteration.
 
         Args:
-            progress: show one line while a person waits at a terminal.
-            until: the number of iterations after which to return; by default all. Another run
-                goes on from there.
+            progress: show a progress line at a terminal.
+            until: the number of iterations after which to return; by default all. Another call
+                continues from there.
 
         Returns:
-            The history, a number an iteration: the cost, its terms (each times its weight), the
-            smallest distance between two agents, and the rate.
+            The history, with one number per iteration: the cost, its terms (each multiplied by its
+            weight), the smallest distance between two agents, and the learning rate.
 
         Raises:
             ConvergenceError: if the cost is not finite, or a step of the loop has no solution.
@@ -146,11 +146,11 @@ class LoopTraining:
         return self.history
 
     def starts(self, iteration: int) -> Tensor:
-        """The states that an iteration starts from, `(batch, N, n)`; its number counts from 0."""
+        """The start states `(batch, N, n)` of an iteration, which is numbered from 0."""
         return self.problem.starts(self.batch, seed=self.seed, draw=iteration)
 
     def certify(self, samples: int = 16, horizons: int = 2) -> LoopCertificate:
-        """The certificate of the loop, from starts that the training does not take."""
+        """The certificate of the loop, from starts that are not used in training."""
         y = self.problem.starts(samples, seed=self.seed, draw=self.iterations)
         return self.loop.certify(y, horizons)
 
@@ -201,13 +201,13 @@ class LoopTraining:
     # The checkpoint
 
     def _identity(self) -> dict[str, Any]:
-        """Everything that decides the bits of the training."""
+        """Everything that determines the exact result of training."""
         return {
             "iterations": self.iterations,
             "batch": self.batch,
             "rate": self.rate,
             "seed": self.seed,
-            # A function is known by its name; its address changes.
+            # A function is identified by its name; its address changes.
             "cost": re.sub(" at 0x[0-9a-f]+", "", str(self.problem.cost)),
             "radius": self.problem.radius,
             "start": checkpoint.digest([self.problem.z, self.problem.xi]),
@@ -235,7 +235,7 @@ class LoopTraining:
 
 
 def rate_factor(done: int, iterations: int) -> float:
-    """The factor of the rate after some iterations: it rises, then falls as a cosine."""
+    """The factor of the learning rate after some iterations: it rises, then falls as a cosine."""
     rising = min(1.0, (done + 1) / WARM_UP)
     falling = LOWEST + (1 - LOWEST) * cosine(done / iterations)
     return rising * falling

@@ -30,18 +30,18 @@ FILES: dict[str, dict[str, str | None]] = {
 
 
 def download(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Download "mnist" or "cifar10", but not the files that are already there.
+    """Download "mnist" or "cifar10", except files that are already there.
 
     Args:
-        name: of the set.
-        folder: for the files; by default the one named by the environment variable HDNN_DATA, or
-            else `data`.
+        name: the name of the set.
+        folder: the folder for the files; by default the folder in the environment variable
+            HDNN_DATA, or `data`.
 
     Returns:
         The folder with the files.
 
     Raises:
-        DataError: if a file cannot be downloaded, or is not the public one.
+        DataError: if a file cannot be downloaded, or differs from the public file.
     """
     place = data_folder(folder)
     if choose("data set", name, FILES) == "mnist":
@@ -61,7 +61,7 @@ def download(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """The folder itself, or that of the environment variable HDNN_DATA, or else `data`."""
+    """The given folder, or the folder in the environment variable HDNN_DATA, or `data`."""
     return Path(
         os.environ.get("HDNN_DATA") or "data" if folder is None else folder
     )

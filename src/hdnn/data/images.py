@@ -1,7 +1,7 @@
 """Labelled images that stay on one device: MNIST, CIFAR-10, a hold-out, augmentation.
 
 Pixels are bytes (B, C, H, W) until they are normalised, so a whole set fits on a GPU. Files are
-looked for in the folder named by the environment variable HDNN_DATA, or else in `data`;
+expected in the folder named by the environment variable HDNN_DATA, or in `data`;
 `hdnn.data.download` fetches them.
 """
 
@@ -37,16 +37,16 @@ TENSORS = ("images_train", "t_train", "images_test", "t_test")
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """Images in bytes with their labels, to train on and to test with.
+    """Images in bytes with their labels, for training and testing.
 
     Attributes:
-        name: of the set, as reported with results.
+        name: the name of the set, as reported with results.
         images_train: the training images, (B, C, H, W), of `torch.uint8`.
-        t_train: their labels, whole numbers from 0 to classes-1, (B,).
+        t_train: the training labels, whole numbers from 0 to classes-1, (B,).
         images_test: the test images.
-        t_test: their labels.
+        t_test: the test labels.
         classes: the names of the classes.
-        mean: of each channel, of pixels between 0 and 1.
+        mean: the mean of each channel, for pixels between 0 and 1.
         std: the standard deviation of each channel.
         remark: the origin of the pixels, if they are not the original ones.
 
@@ -121,15 +121,15 @@ class ImageData:
     def holdout(self, count: int, seed: int = 0) -> Self:
         """The set with `count` of its training images as test images.
 
-        They are drawn by the seed, from each class in proportion to its size.
+        The seed selects these images, from each class in proportion to its size.
         """
         total = len(self.t_train)
         if not 0 < count < total:
             raise DataError(
-                f"count must lie between 1 and {total - 1}, but is {count}."
+                f"count must be between 1 and {total - 1}, but is {count}."
             )
         t = self.t_train.numpy(force=True)
-        # Every so many rows of a list that is sorted by class, and random within a class.
+        # Evenly spaced rows of a list that is sorted by class, and random within a class.
         random = np.random.default_rng(seed).random(total)
         order = np.lexsort((random, t))
         places = (np.arange(count) + 0.5) * total / count
@@ -145,7 +145,7 @@ class ImageData:
         )
 
     def first(self, count: int) -> Self:
-        """The set with the first `count` training and test images only."""
+        """The set with only the first `count` training images and `count` test images."""
         tensors = {name: getattr(self, name)[:count] for name in TENSORS}
         return replace(self, **tensors)
 
@@ -171,8 +171,8 @@ def augment(
     Args:
         images: (B, C, H, W), in bytes or normalised.
         shifts: rows and columns (B, 2) at which to crop, from 0 to 2 pad, as `draw` gives them.
-        flips: True for images to mirror, (B,).
-        pad: pixels added on each side.
+        flips: True for each image to mirror, (B,).
+        pad: the number of pixels added on each side.
 
     Examples:
         >>> import torch
@@ -221,7 +221,7 @@ BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 def load_mnist(folder: str | os.PathLike[str] | None = None) -> ImageData:
     """MNIST: 60,000 training and 10,000 test images of 1 x 28 x 28 pixels.
 
-    It is read from its four IDX files, plain or gzipped, in `folder` or `folder/mnist`.
+    The set is read from four IDX files, plain or gzipped, in `folder` or `folder/mnist`.
 
     Raises:
         DataError: if a file is missing, damaged or not the expected one.
@@ -266,8 +266,8 @@ def _find(home: Path, name: str, candidates: tuple[str, ...]) -> Path:
 def _check(path: Path | str, content: bytes, sha256: str) -> None:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(
-            f"{path} does not have the SHA-256 of the public file; it is damaged or from another "
-            "set; download it again."
+            f"{path} does not have the SHA-256 of the public file; it is damaged or belongs to "
+            "another set; download it again."
         )
 
 
@@ -308,13 +308,13 @@ def load_cifar10(
 ) -> ImageData:
     """CIFAR-10: 50,000 training and 10,000 test images of 3 x 32 x 32 pixels.
 
-    It is read from its binary distribution, or else from JPEG or PNG images in a folder or a tar
-    archive (`train/cat/..`), as the name of the set then says. Images are decoded once, and cached
-    in the folder of `torch.hub`. Nothing is unpacked to disk.
+    The set is read from its binary distribution, or otherwise from JPEG or PNG images in a folder
+    or a tar archive (`train/cat/..`); the name of the set then says so. Images are decoded once,
+    and cached in the folder of `torch.hub`. Nothing is unpacked to disk.
 
     Raises:
         DataError: if the set is missing, incomplete, damaged or not CIFAR-10.
-        MissingExtraError: if Pillow is missing, which decodes the images.
+        MissingExtraError: if Pillow, which decodes the images, is missing.
     """
     home = data_folder(folder)
     images = tuple(name + ending for ending in TARS for name in IMAGES)
@@ -394,7 +394,7 @@ def _decoded(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             if len(files) != COUNTS[part]:
                 raise DataError(
                     f"{path} has {len(files)} images in {part}/{label}, but CIFAR-10 has "
-                    f"{COUNTS[part]}; get the complete set."
+                    f"{COUNTS[part]}; download the complete set."
                 )
             for _, content in sorted(files.items()):
                 is_jpeg |= content.startswith(JPEG)

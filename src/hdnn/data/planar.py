@@ -27,12 +27,12 @@ class PlanarData:
     """Points (B, 2) with labels 0 or 1 (B,), one half for training and one for testing.
 
     Attributes:
-        name: of the set.
+        name: the name of the set.
         x_train: the training points, (B, 2).
-        t_train: their labels, (B,).
+        t_train: the training labels, (B,).
         x_test: the test points, (B, 2).
-        t_test: their labels, (B,).
-        domain: the smallest and largest x1, then x2, in a picture of the set.
+        t_test: the test labels, (B,).
+        domain: the smallest and largest x1, then x2, for a picture of the set.
 
     Examples:
         >>> import hdnn
@@ -62,7 +62,7 @@ class Arc(NamedTuple):
     y: float = 0.0
 
     def points(self, count: int) -> Tensor:
-        """That many points, the end left out: (count, 2), in float64."""
+        """The points of this arc without its end: (count, 2), in float64."""
         s = torch.arange(count, dtype=torch.float64, device="cpu") / count
         r = self.radius + self.growth * s
         theta = 2 * math.pi * self.turns * s
@@ -79,7 +79,7 @@ def swiss_roll(points: int = 8000, **options: Any) -> PlanarData:
 
 
 def double_moons(points: int = 8000, **options: Any) -> PlanarData:
-    """Interlocking half circles, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2."""
+    """Half circles (cos, sin) and (1 - cos, 0.5 - sin), and both again, shifted by 2 in x."""
     arcs = []
     for x in (0.0, 2.0):
         arcs.append(Arc(0, 1.0, turns=0.5, x=x))
@@ -101,7 +101,7 @@ SETS = {
 
 
 def load(name: str, points: int = 8000, **options: Any) -> PlanarData:
-    """A set by its name: "swiss_roll", "double_moons" or "double_circles"."""
+    """A planar set by its name: "swiss_roll", "double_moons" or "double_circles"."""
     return SETS[choose("data set", name, SETS)](points, **options)
 
 

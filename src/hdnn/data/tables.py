@@ -1,7 +1,8 @@
-"""Tables: a file or a data frame becomes inputs of a model, and a target to learn.
+"""Tables: a file or a data frame is turned into inputs of a model, and a target to learn.
 
-pandas reads files. An `Encoder` learns what each column holds and turns rows into standardised
-inputs; a `Target` turns one column into labels or values, and outputs back. Both are kept as JSON.
+pandas reads the files. An `Encoder` learns the kind of each column and turns rows into standardised
+inputs; a `Target` turns one column into labels or values, and model outputs back into answers. Both
+are stored as JSON.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from scipy.special import ndtri  # noqa: E402
 
 __all__ = ["Encoder", "Target", "class_weights", "hold_out", "read"]
 
-SAMPLE = 2**16  # bytes from which the form of a CSV file is guessed
-LARGE = 2**25  # bytes, from which the numbers of a file are read as float32
-# Besides pandas' own words.
+SAMPLE = 2**16  # bytes of a CSV file from which its form is guessed
+LARGE = 2**25  # larger files (bytes) are read as float32
+# In addition to pandas' own words.
 MISSING = ("?", "-", "--", ".", "na", "none", "NONE", "NAN", "NaT", "missing")
 Series = Any  # of pandas, whose stubs are stricter than it is
 
-FEW = 20  # values: so few are categories, however seldom they repeat
-MOST = 255  # categories of a column
+FEW = 20  # up to so many different values are categories, however rarely they repeat
+MOST = 255  # categories of a column, at most
 MANY = 1000  # classes, at most
 HEAVY = 8.0  # standard deviations: a column with a value beyond this is scaled by its ranks
 RANKS = 200  # quantiles that describe such a column
@@ -44,12 +45,12 @@ HALF = 0.5
 IDENTIFIER = re.compile(
     r"(.*[_ .-])?(u?u?id|index|idx|key|nr|no|row|number)|unnamed.*|", re.I
 )
-SAMPLED = 100_000  # rows that a median is taken of
+SAMPLED = 100_000  # rows used for a median
 SIGNS = (
     ".",
     ",",
-)  # of decimals; numbers may be dressed as '$1,234' or '(12 %)'
-SEPARATED = r"\w.*[-/. ].*[-/. ].*\d"  # as the three parts of a date are
+)  # decimal signs; numbers may look like '$1,234' or '(12 %)'
+SEPARATED = r"\w.*[-/. ].*[-/. ].*\d"  # three parts, as in a date
 DAYS = ("%m %d %Y", "%d %m %Y", "%Y %m %d", "%d %b %Y", "%b %d %Y")
 SHORT = ("%m %d %y", "%d %m %y", "%d %b %y", "%d %B %Y", "%B %d %Y")
 TIMES = ("", " %H:%M", " %H:%M:%S")
@@ -58,7 +59,7 @@ DATES = (ISO, *map("".join, itertools.product(DAYS + SHORT, TIMES)))
 
 
 class CellTypeError(DataError, TypeError):
-    """A cell that holds neither a number nor a text."""
+    """A cell that holds neither a number nor text."""
 
 
 # Files
@@ -71,7 +72,8 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
     its first line names the columns.
 
     Raises:
-        DataError: if the file is not there, is of another kind, or has lines of different length.
+        DataError: if the file does not exist, is of another kind, or has lines of different
+            lengths.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -91,7 +93,7 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
         ) from error
     if frame.empty:
         raise DataError(
-            f"{path} has no rows; a table needs names of columns, and rows below them."
+            f"{path} has no rows; a table needs a line of column names, and rows below it."
         )
     return frame
 
@@ -154,7 +156,7 @@ def _encoding(raw: bytes) -> str:
 
 
 def _delimiter(lines: Sequence[str]) -> str:
-    """The delimiter that divides the most lines alike, and into the most cells."""
+    """The delimiter that splits the most lines into equally many cells, and into the most cells."""
 
     def score(delimiter: str) -> tuple[int, int]:
         rows = csv.reader(lines, delimiter=delimiter)
@@ -181,12 +183,12 @@ READERS: Mapping[str, Any] = {
 
 @dataclass
 class Encoder:
-    """How the columns of a table become inputs of a model: learned by `fit`, kept as JSON.
+    """An encoding of table columns as inputs of a model, learned by `fit` and stored as JSON.
 
-    Numbers, dates (as days) and true or false become one standardised input each, by their ranks
-    where a few values lie far from the others; a text becomes an input for each category. Missing
-    numbers are filled by the median and marked by one more input. Columns that are empty, constant
-    or identify rows are left out; `notes` says which.
+    Numbers, dates (as days) and truth values become one standardised input each; if a few values
+    lie far from the others, their ranks are used. A text column becomes one input for each
+    category. Missing numbers are filled with the median and marked in an extra input. Columns that
+    are empty, constant or identify rows are left out, as listed in `notes`.
 
     Examples:
         >>> import pandas as pd
@@ -216,9 +218,9 @@ class Encoder:
 
         Args:
             frame: the inputs, without the target.
-            categorical: names of columns whose numbers are categories.
+            categorical: the names of columns whose numbers are categories.
             missing: "fill" missing values, or "refuse" them.
-            weight: of each row, in means and deviations.
+            weight: the weight of each row in means and deviations.
         """
         choose("missing", missing, ("fill", "refuse"))
         categorical = list(categorical)
@@ -328,7 +330,7 @@ class Encoder:
 
     @property
     def names(self) -> list[str]:
-        """The name of each input."""
+        """The names of all inputs."""
         if self.directions is not None:
             count = len(self.directions)
             return [f"direction {number + 1}" for number in range(count)]
@@ -338,7 +340,7 @@ class Encoder:
 
     @property
     def sources(self) -> list[str]:
-        """The column that each input is made of."""
+        """The column from which each input is made."""
         return [
             column["name"]
             for column in self.columns
@@ -348,10 +350,10 @@ class Encoder:
     def transform(
         self, frame: pd.DataFrame, dtype: str = "float64"
     ) -> np.ndarray:
-        """Inputs `(rows, inputs)` of a model.
+        """The inputs `(rows, inputs)` of a model.
 
-        Values unlike those learned from are handled and named in a `TableWarning`: a new category
-        is none of the known ones, a new gap is the median.
+        Values that `fit` has not seen are handled and reported in a `TableWarning`: a new category
+        counts as none of the known categories, a new gap as the median.
         """
         width = len(self.sources)
         inputs = np.empty((width, len(frame)), dtype)
@@ -372,7 +374,7 @@ class Encoder:
         return inputs.T
 
     def config(self) -> dict[str, Any]:
-        """All that was learned, as JSON can hold it: `Encoder(**config)` is this encoder."""
+        """The encoding as plain values for JSON: `Encoder(**config)` is this encoder."""
         return asdict(self)
 
 
@@ -440,23 +442,23 @@ def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray:
         row = int(wrong.argmax())
         raise DataError(
             f"column {column['name']!r}, row {row + 1}: {str(series.iloc[row])[:40]!r} is not a "
-            f"finite {column['kind']}, unlike most of the column; mend it, leave the column out, "
-            "or name it as categorical."
+            f"finite {column['kind']}, unlike most of the column; correct it, leave the column "
+            "out, or name the column as categorical."
         )
     return values
 
 
 def _cells(series: Series) -> tuple[np.ndarray, Series]:
-    """The position of each cell among the different texts of a column (-1: missing), and these.
+    """The position of each cell among a column's different texts (-1: missing), and these.
 
-    1 and 1.0 are one text.
+    1 and 1.0 count as the same text.
     """
     try:
         codes, values = pd.factorize(series)
     except TypeError as error:
         raise CellTypeError(
-            f"column {series.name!r} holds a list or the like ({error}), but a cell of this "
-            "argument must be a string or a number; leave the column out."
+            f"column {series.name!r} holds a list or a similar object ({error}), but a cell of "
+            "this argument must be a string or a number; leave the column out."
         ) from error
     values = pd.Series(np.asarray(values)).infer_objects()
     if values.dtype.kind in "iuf":
@@ -481,7 +483,7 @@ def _parsed(texts: Series, form: str) -> np.ndarray:
 
 
 def _days(dates: Series, form: str) -> np.ndarray:
-    """Dates as days since 1970, NaN where they are missing or no dates."""
+    """Dates as days since 1970, NaN where a date is missing or unreadable."""
     if form != ISO:
         dates = dates.str.replace(r"[-/., ]+", " ", regex=True)
     times = pd.to_datetime(dates, format=form, errors="coerce", utc=True)
@@ -491,7 +493,7 @@ def _days(dates: Series, form: str) -> np.ndarray:
 
 
 def _counts(numbers: np.ndarray) -> bool:
-    """True if whole numbers identify the rows: each is there once."""
+    """True if whole numbers identify the rows: each number occurs once."""
     is_whole = np.array_equal(numbers, np.round(numbers))
     different = len(np.unique(numbers))
     return is_whole and FEW < len(numbers) == different
@@ -545,7 +547,7 @@ def _encode_categories(
         value = str(series.iloc[row])[:40]
         _warn(
             column,
-            f"{unknown.sum()} rows have a value that was not learned, such as {value!r}",
+            f"{unknown.sum()} rows have a value that is new, such as {value!r}",
         )
     for code, share in enumerate(column["shares"]):
         yield ((codes == code) - share) / HALF
@@ -569,7 +571,7 @@ def _warn(column: Mapping[str, Any], message: str) -> None:
 
 @dataclass
 class Target:
-    """The column to learn: labels of classes, or values in units of their standard deviation."""
+    """The column to learn: class labels, or values in units of their standard deviation."""
 
     name: str
     task: str
@@ -584,7 +586,7 @@ class Target:
         Args:
             frame: the table.
             name: the column to learn.
-            task: "classification", "regression", or "auto" to see it from the values.
+            task: "classification", "regression", or "auto" to decide by the values.
         """
         series = _column(frame, name)
         _check_target(name, series)
@@ -610,12 +612,12 @@ class Target:
         if len(classes) > min(MANY, most):
             raise DataError(
                 f"the target {name!r} has {len(classes)} different values in {len(series)} rows, "
-                f"such as {classes[0]!r}, too many for classes; is it the right column?"
+                f"such as {classes[0]!r}, too many for classes; is this the right column?"
             )
         return cls(name, task, classes)
 
     def encode(self, frame: pd.DataFrame) -> np.ndarray:
-        """Labels 0, 1, .. `(rows,)`, or standardised values `(rows,)`, of a table."""
+        """The labels 0, 1, .. `(rows,)`, or standardised values `(rows,)`, of a table."""
         series = _column(frame, self.name)
         _check_target(self.name, series)
         if self.task == "regression":
@@ -626,19 +628,19 @@ class Target:
             row = int((labels < 0).argmax())
             value = series.iloc[row]
             raise DataError(
-                f"the target {self.name!r} has the value {value!r}, which is none of the classes "
+                f"the target {self.name!r} has the value {value!r}, which is not among the classes "
                 f"{', '.join(self.classes[:8])}."
             )
         return labels.astype(np.int64)
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
-        """Names of classes for labels, or values in their own units."""
+        """The names of the classes for labels, or values in their original units."""
         if self.task == "regression":
             return outputs * self.scale + self.center
         return np.array(self.classes, object)[outputs]
 
     def config(self) -> dict[str, Any]:
-        """All that was learned, as JSON can hold it: `Target(**config)` is this target."""
+        """The target as plain values for JSON: `Target(**config)` is this target."""
         return asdict(self)
 
 
@@ -684,7 +686,7 @@ def _sorted(texts: Iterable[str]) -> list[str]:
 def hold_out(
     t: np.ndarray, fraction: float, seed: int, *, classes: bool
 ) -> tuple[Any, Any]:
-    """Row numbers to train on and to hold out; of each class alike, one row at least stays."""
+    """Row numbers to train on and to hold out, by class; each class keeps one for training."""
     random = np.random.default_rng(seed)
     labels = t if classes else np.zeros(len(t))
     is_held = np.zeros(len(t), bool)
@@ -701,7 +703,7 @@ def class_weights(
     labels: np.ndarray,
     classes: Sequence[Any],
 ) -> np.ndarray | None:
-    """The weight of each row: "balanced", or a number for each class (1 where none is named)."""
+    """The weight of each row: "balanced", or a number for each class (1 for classes not named)."""
     if weight is None:
         return None
     if isinstance(weight, Mapping):

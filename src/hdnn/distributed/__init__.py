@@ -1,8 +1,8 @@
 """Networks on a graph of processes that communicate only with their neighbours.
 
-A `Graph` holds the nodes and their links, `train` trains one network on it as one of several
-processes under torchrun, and `launch` starts these processes on this machine. Messages are neither
-encrypted nor authenticated: use networks, and machines, that you trust.
+A `Graph` holds the nodes and their links, `train` is called by each of several processes under
+torchrun to train one network on the graph, and `launch` starts these processes on this machine.
+Messages are neither encrypted nor authenticated: use only networks and machines that you trust.
 """
 
 from hdnn.distributed.exchange import LostError, Messages, exchange

@@ -1,4 +1,4 @@
-"""Messages between linked processes, by gloo: rows of the state, and sums along a tree.
+"""Messages between linked processes with gloo: rows of the state, and sums along a tree.
 
 Gradients pass only through `exchange`, whose backward pass is the reverse exchange. There are no
 collective operations, and gloo opens a connection only when it is first used, so processes that own
@@ -28,16 +28,16 @@ from torch.nn import functional
 from hdnn.distributed.plan import Halo, Plan
 from hdnn.errors import HDNNError, OptionError
 
-PATIENCE = timedelta(seconds=2)  # for the store, after a fault
+PATIENCE = timedelta(seconds=2)  # seconds for the store, after a fault
 LATE = re.compile("timed? ?out", re.IGNORECASE)  # as gloo and the store say
 
 
 class LostError(HDNNError):
-    """A process of a training that was lost or fell silent; starting all of them again may help."""
+    """A process that was lost or fell silent during training; restarting all processes may help."""
 
 
 def world() -> tuple[int, int]:
-    """The number of this process and of all, as torchrun says; 0 and 1 without it."""
+    """The rank of this process and the number of processes under torchrun; otherwise 0 and 1."""
     rank = int(os.environ.get("RANK", "0"))
     return rank, int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -46,13 +46,13 @@ class Messages:
     """The messages of one process to its peers, counted.
 
     Args:
-        plan: the share of this process.
+        plan: the plan of this process.
         store: the meeting point of all processes; None for a single process.
         timeout: seconds after which a silent process counts as lost.
 
     Attributes:
-        sent: messages to each peer.
-        bytes: bytes to each peer.
+        sent: the number of messages to each peer.
+        bytes: the number of bytes to each peer.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Messages:
         out: Mapping[int, Tensor],
         into: Mapping[int, Tensor],
     ) -> None:
-        """Send tensors to some processes and receive from some, all at once."""
+        """Send tensors to some processes and receive tensors from some, all at once."""
         pending = []
         peer = -1
         try:
@@ -89,7 +89,7 @@ class Messages:
     # Along the tree
 
     def up(self, x: Tensor) -> Tensor:
-        """The sum over all processes at the root; elsewhere the sum over the processes below."""
+        """The sum over all processes at the root; elsewhere, over this process and those below."""
         received = {child: torch.empty_like(x) for child in self.plan.children}
         self.swap({}, received)
         total = x.contiguous()
@@ -113,7 +113,7 @@ class Messages:
         return self.down(self.up(x))
 
     def traffic(self) -> list[list[int]]:
-        """`[from, to, messages, bytes]` of all processes that talked, at the root."""
+        """The `[from, to, messages, bytes]` of all pairs that communicated, at the root."""
         size = self.plan.size
         counts = torch.zeros(size, size, 2, dtype=torch.int64)
         for peer, sent in self.sent.items():
@@ -126,7 +126,7 @@ class Messages:
     # Beginning and end
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Wait for all processes, and raise unless all were started for the same training.
+        """Wait for all processes, and raise unless all were started for the same training run.
 
         All links are opened here: later, gloo would wait much longer for a peer that is gone.
         """
@@ -140,7 +140,7 @@ class Messages:
                 entries.append(_parsed(self.store.get(f"facts-{rank}")))
         except RuntimeError as error:
             raise self.lost(rank, error) from error
-        # Nobody may leave, and take the store along, before all have read.
+        # No process may leave, and close the store, before all have read.
         with contextlib.suppress(RuntimeError):
             self.store.set(f"read-{self.plan.rank}", "")
             done = [f"read-{rank}" for rank in range(self.plan.size)]
@@ -152,14 +152,14 @@ class Messages:
                 names = " and ".join(differing)
                 raise OptionError(
                     f"{self.plan.name(rank)} and {self.plan.name(0)} differ in {names}; start all "
-                    "processes with the same."
+                    "processes with the same values."
                 )
         out = {peer: torch.ones(1) for peer in self.plan.peers}
         into = {peer: torch.ones(1) for peer in self.plan.peers}
         self.swap(out, into)
 
     def report(self, text: str) -> str:
-        """Tell all processes why the training stops; the first reason is returned."""
+        """Tell all processes why training stops; return the first reason."""
         if self.store is None:
             return text
         with contextlib.suppress(RuntimeError):
@@ -169,14 +169,14 @@ class Messages:
         return text
 
     def lost(self, rank: int, error: RuntimeError) -> LostError:
-        """The error for a lost process; all processes name the one that was lost first."""
+        """The error for a lost process; all processes name the process that was lost first."""
         reason = f"{self.plan.name(rank)} is gone"
         if LATE.search(str(error)):
             silent = self.plan.name(rank)
             reason = f"{silent} sent nothing for {self.timeout:g} s"
         reason = self.report(reason).rstrip(".")
         return LostError(
-            f"the training stopped because {reason}; start it again with resume."
+            f"training stopped because {reason}; resume the training run to continue."
         )
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
     """Meet the other processes, according to torchrun's environment variables.
 
     Args:
-        plan: the share of this process.
+        plan: the plan of this process.
         timeout: seconds after which a process that does not answer counts as lost.
 
     Raises:
@@ -203,9 +203,9 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
         raise OptionError(
             "this process already belongs to a process group; destroy that group first."
         )
-    # Otherwise all connect to all.
+    # Otherwise every process connects to every other.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    # On one machine nothing leaves it.
+    # On one machine, no message leaves the machine.
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -235,7 +235,7 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
 
 
 def _parsed(entry: bytes) -> dict[str, Any]:
-    """An entry of the store; nothing of one that is malformed."""
+    """An entry of the store; empty if the entry is malformed."""
     try:
         value = json.loads(entry)
     except (ValueError, RecursionError):
@@ -252,12 +252,12 @@ def exchange(
 ) -> Tensor:
     """The rows of this process and its neighbours; in reverse, sums for the rows of this process.
 
-    Each is the transpose of the other, and so its backward pass.
+    Each direction is the transpose of the other, and therefore its backward pass.
 
     Args:
         x: the rows of this process `(rows, batch)`; in reverse, the extended rows.
         halo: the destinations of rows.
-        messages: of this process.
+        messages: the messages of this process.
         reverse: add rows up instead of gathering them.
 
     Returns:

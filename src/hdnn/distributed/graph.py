@@ -1,14 +1,14 @@
-"""Graphs of nodes that own features, and their links, from Python or from a TOML file.
+"""Graphs of nodes that own features, with links, from Python or from a TOML file.
 
     nodes = 8
-    edges = [[0, 1], [1, 2]]          # S: who may depend on whom, both ways
-    R = [[0, 1]]                      # links of K; by default those that free most weights
-    sizes = 1                         # pairs (p, q) of features of a node, or a list of them
+    edges = [[0, 1], [1, 2]]          # S: nodes that may depend on each other
+    R = [[0, 1]]                      # links of K; by default as many free weights as possible
+    sizes = 1                         # number of feature pairs (p, q) of each node, or a list
     names = ["pump", "valve", ..]     # instead of nodes; numbers still work
-    columns = {flow = "pump", ..}     # which node has which column of a table
+    columns = {flow = "pump", ..}     # the node of each column of a table
 
-Patterns are kept as lists of neighbours, whose length grows with the links and not with the square
-of the nodes.
+Patterns are stored as lists of neighbours, whose size grows with the number of links, not with the
+square of the number of nodes.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from hdnn.errors import (
 )
 from hdnn.sparsity import Breach, Sparsity
 
-# The neighbours of each node, itself among them, in order.
+# The neighbours of each node, including itself, in order.
 Links = list[list[int]]
 
 KEYS = ("nodes", "edges", "R", "sizes", "names", "columns")
-NAME = re.compile(r"[^\W_]([\w .-]{0,62}[\w-])?")  # files are called by it
+NAME = re.compile(r"[^\W_]([\w .-]{0,62}[\w-])?")  # files are named after it
 MOST_NODES = 200_000  # each process walks over all of them
-MOST_DESIGNED = 1000  # nodes, for which an R is found in seconds
+MOST_DESIGNED = 1000  # number of nodes for which an R is found in seconds
 
 
 class Graph:
     """Nodes that own features, the links between them, and the patterns of their weights.
 
     Args:
-        nodes: their number; may be left out if `names` are given.
+        nodes: the number of nodes; may be left out if `names` are given.
         edges: pairs of nodes that may depend on each other (S); if given, R must respect them.
-        R: the links of K, as pairs of nodes or as a matrix of 0 and 1; by default those that free
-            most weights for the edges.
-        sizes: the pairs (p, q) of features of each node, or one number for all.
-        names: of the nodes, for messages and files.
+        R: the links of K, as pairs of nodes or as a matrix of 0 and 1; by default the links within
+            the edges that leave the most weights free.
+        sizes: the number of feature pairs (p, q) of each node, or one number for all nodes.
+        names: the names of the nodes, for messages and files.
         columns: the node of each column of a table, or the columns of each node.
 
     Raises:
@@ -83,7 +83,7 @@ class Graph:
         self.nodes = positive_int("nodes", nodes)
         if self.nodes > MOST_NODES:
             raise OptionError(
-                f"a graph has up to {MOST_NODES} nodes, but there are {self.nodes}."
+                f"a graph can have up to {MOST_NODES} nodes, but this graph has {self.nodes}."
             )
         if self.names and len(self.names) != self.nodes:
             raise OptionError(
@@ -92,7 +92,7 @@ class Graph:
         if isinstance(sizes, int):
             sizes = [sizes] * self.nodes
         self.sizes = sparsity.node_sizes(sizes, self.nodes)
-        # The first feature of each node, in a half of the state of all nodes.
+        # The first feature of each node, in one half of the full state.
         self.first = [0, *accumulate(self.sizes)]
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self.columns = self._columns(columns or {})
@@ -103,7 +103,7 @@ class Graph:
 
     @property
     def talking(self) -> Links:
-        """The links in use, or the edges if links in use do not join all nodes that edges join."""
+        """The used links, or all edges if these links do not connect all nodes that edges do."""
         if self.S is not None and len(sparsity.groups(self.used)) > 1:
             return _union(self.used, self.S)
         return self.used
@@ -114,7 +114,7 @@ class Graph:
 
         Raises:
             DataError: if the file cannot be read or is not valid TOML.
-            OptionError: if it does not describe a graph.
+            OptionError: if the file does not describe a graph.
         """
         try:
             with open(path, "rb") as file:
@@ -127,7 +127,7 @@ class Graph:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], where: str = "the graph") -> Graph:
-        """The graph of a mapping with the keys of a file; errors name `where` it comes from."""
+        """The graph for a mapping with the keys of a file; errors name its origin, `where`."""
         for name in table:
             choose(f"{where}: the key", name, KEYS)
         try:
@@ -137,13 +137,13 @@ class Graph:
 
     @classmethod
     def ring(cls, nodes: int, size: int = 1) -> Graph:
-        """Nodes on a ring, each linked to its two neighbours."""
+        """Make a ring of nodes, each linked to its two neighbours."""
         links = [[i, (i + 1) % nodes] for i in range(nodes)]
         return cls(nodes, R=links, sizes=size)
 
     @classmethod
     def grid(cls, rows: int, columns: int, size: int = 1) -> Graph:
-        """Nodes on a grid, each linked to its neighbours, at most four."""
+        """Make a grid of nodes, each linked to its neighbours (at most four)."""
         nodes = range(rows * columns)
         links = []
         for i in nodes:
@@ -153,15 +153,15 @@ class Graph:
                 links.append([i, i + columns])
         return cls(len(nodes), R=links, sizes=size)
 
-    # Facts
+    # Properties
 
     @property
     def features(self) -> int:
-        """n, of all nodes together."""
+        """The number n of features of all nodes together."""
         return 2 * sum(self.sizes)
 
     def places(self, nodes: Sequence[int], *, both: bool) -> torch.Tensor:
-        """The features of some nodes: in a half of the state of all, or in both, p and then q."""
+        """The indices of some nodes' features, in one half of the full state or in both (p, q)."""
         places: list[int] = []
         middle = self.features // 2
         for node in nodes:
@@ -173,7 +173,7 @@ class Graph:
         return torch.tensor(places)
 
     def breaches(self, most: int = 1000) -> list[Breach]:
-        """Pairs of nodes that updates need but edges do not link, up to a number of them."""
+        """Pairs of nodes that updates need but edges do not link, up to a given number."""
         if self.S is None:
             return []
         T = [[node] for node in range(self.nodes)]
@@ -205,16 +205,16 @@ class Graph:
         return f"node-{node:05d}"
 
     def digest(self) -> str:
-        """A text that is the same for equal graphs only."""
+        """A string that is the same only for equal graphs."""
         content = json.dumps([self.R, self.S, self.sizes])
         return hashlib.sha256(content.encode()).hexdigest()
 
     def table(self) -> dict[str, Any]:
-        """The constructor arguments of this graph, as TOML and JSON can hold them."""
+        """The constructor arguments of this graph, in a form that TOML and JSON can hold."""
         table: dict[str, Any] = {"nodes": self.nodes}
         if self.S is not None:
             table["edges"] = _edges(self.S)
-        # Links where that says it all, else a matrix.
+        # Links if they describe R completely, otherwise a matrix.
         table["R"] = _edges(self.R)
         if self.used != self.R:
             table["R"] = _matrix(self.R).int().tolist()
@@ -226,7 +226,7 @@ class Graph:
         return table
 
     def patterns(self) -> Sparsity:
-        """The patterns and sizes for the option `sparsity` of one network of all nodes."""
+        """The patterns and sizes for the option `sparsity` of a single network of all nodes."""
         return Sparsity(_matrix(self.R), sizes=self.sizes)
 
     def __repr__(self) -> str:
@@ -236,7 +236,7 @@ class Graph:
     # Arguments
 
     def _designed(self) -> Links:
-        """The R that leaves most weights free."""
+        """The R that leaves the most weights free."""
         if self.S is None or self.nodes > MOST_DESIGNED:
             raise OptionError(
                 f"R is missing; without R, give edges and at most {MOST_DESIGNED} nodes."
@@ -245,7 +245,7 @@ class Graph:
         return sparsity.links_of(designed.R)
 
     def _number(self, node: Any, where: str) -> int:
-        """The number of a node that is given by number or by name."""
+        """The number of a node, which may be given by name."""
         if isinstance(node, str) and node in self._numbers:
             return self._numbers[node]
         if type(node) is int and 0 <= node < self.nodes:
@@ -256,7 +256,7 @@ class Graph:
         )
 
     def _pairs(self, key: str, pairs: Any) -> Links:
-        """The neighbours that undirected links make, each node with itself."""
+        """The neighbours of each node according to undirected links, including itself."""
         try:
             links = [(i, k) for i, k in pairs]
         except (TypeError, ValueError) as error:
@@ -293,7 +293,7 @@ class Graph:
             return False
         if self.nodes != 2:
             return True
-        # [[1, 0], [0, 1]] is the link of two nodes, from both ends.
+        # [[1, 0], [0, 1]] is one link between two nodes, given from both ends.
         return R[0][0] == R[1][1] == 1 and bool(R[0][1] or R[1][0])
 
     def _columns(self, owners: Mapping[str, Any]) -> dict[str, int]:
@@ -310,7 +310,7 @@ class Graph:
             for column in owned:
                 if column in columns:
                     raise OptionError(
-                        f"columns gives {column!r} to two nodes; give it to one."
+                        f"columns assigns {column!r} to two nodes; assign it to one."
                     )
                 columns[column] = self._number(node, "columns")
         return columns
@@ -323,7 +323,7 @@ def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
         if not fits or name.isdecimal() or name.casefold() in seen:
             raise OptionError(
                 f"names has {name!r:.60}, but a name has 1 to 64 letters, digits, blanks, dots, - "
-                "and _, begins with a letter or a digit, is not a number, and is given once."
+                "and _, begins with a letter or a digit, is not a number, and is used only once."
             )
         seen.add(name.casefold())
     return tuple(names)

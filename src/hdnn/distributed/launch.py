@@ -1,4 +1,4 @@
-"""The start of a training's processes on this machine with torchrun, and their errors."""
+"""The start of the training processes on this machine with torchrun, and their errors."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ def launch(
     """Run `train` in several processes on this machine, and return the metrics.
 
     Args:
-        graph: as in `train`.
-        *arguments: as in `train`.
+        graph: the graph, as in `train`.
+        *arguments: further arguments, as in `train`.
         processes: the number of processes that share the nodes; by default one per node.
-        restarts: the number of times that all processes resume from `folder` after one is lost.
-        tell: called with a dict after each epoch.
-        **options: as in `train`; with `gather`, the model is in `folder`.
+        restarts: the number of times that all processes resume from `folder` after a process is
+            lost.
+        tell: a function that is called with a dict after each epoch.
+        **options: the options, as in `train`; with `gather`, the model is written to `folder`.
 
     Raises:
-        OptionError: if a process ends because of a mistake in its arguments or data.
-        LostError: if a process is lost, and no restart helps.
+        OptionError: if a process ends because of an error in its arguments or data.
+        LostError: if a process is lost and restarting does not help.
     """
     plan = Plan(
         graph, partition(graph, graph.nodes if processes is None else processes)
@@ -53,7 +54,7 @@ def launch(
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--standalone", f"--nproc-per-node={plan.size}"]
     command += [f"--max-restarts={restarts}", __file__]
-    # Nothing may import modules from the current folder: it might have a torch.py.
+    # No module may be imported from the current folder: it might contain a torch.py.
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     last: dict[str, Any] = {}
@@ -75,7 +76,7 @@ def launch(
             try:
                 assert process.stdout is not None
                 for line in process.stdout:
-                    if line.startswith("{"):  # PyTorch may print as well
+                    if line.startswith("{"):  # PyTorch may also print
                         last = json.loads(line)
                         if tell is not None and "traffic" not in last:
                             tell(last)
@@ -110,7 +111,7 @@ def _print(value: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """One process, started by torchrun with the path of its settings."""
+    """Run one process, started by torchrun with the path of its settings."""
     torch.set_num_threads(1)
     table, arguments, options = json.loads(Path(sys.argv[1]).read_text())
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):

@@ -1,4 +1,4 @@
-"""The layers of a network for the nodes of one process: its rows of K and b, in any scheme."""
+"""The layers of a network for the nodes of one process: the rows of K and b, in any scheme."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ SCHEMES = {
 
 
 class GraphForce(NamedTuple):
-    """`K^T sigma(K x + b)` for the rows of one process, as `hdnn.schemes.Force` for all rows.
+    """The force `K^T sigma(K x + b)` for one process, like `hdnn.schemes.Force` for all rows.
 
-    The neighbours' x is gathered; what K^T adds to their rows is then sent back.
+    The neighbours' x is gathered; the contributions of K^T to their rows are then sent back.
 
     Args:
-        K: the free entries of this process's block rows, node after node: `(N, entries)`.
-        b: biases of these rows, `(N, rows)`.
+        K: the free entries of this process's block rows, node by node: `(N, entries)`.
+        b: the biases of these rows, `(N, rows)`.
         halo: the destinations of rows.
-        messages: of this process.
+        messages: the messages of this process.
     """
 
     K: Tensor
@@ -42,14 +42,15 @@ class GraphForce(NamedTuple):
     messages: Messages
 
     def layers(self) -> Iterator[GraphForce]:
-        """The force of each layer alone."""
+        """The force of each layer, one by one."""
         for K, b in zip(self.K, self.b, strict=True):
             yield self._replace(K=K, b=b)
 
     def at(self, x: Tensor, sigma: Activation) -> Tensor:
         """The force of one layer at the states of this process, `(batch, rows)`.
 
-        As `hdnn.schemes.Force`, with a matrix for each node; nodes of the same shape go together.
+        This is like `hdnn.schemes.Force`, with a matrix for each node; nodes with the same shape
+        are multiplied together.
         """
         halo = self.halo
         state = exchange(x.mT, halo, self.messages)
@@ -75,7 +76,7 @@ class GraphForce(NamedTuple):
 
 
 def _turned(v: Tensor, halo: Halo) -> Tensor:
-    """J v, node by node (-v_q, v_p), where rows of a node are first p, then q."""
+    """J v, node by node (-v_q, v_p), where the rows of a node are first p, then q."""
     pieces = []
     for node in halo.plan.nodes:
         first = halo.place[node]
@@ -86,19 +87,19 @@ def _turned(v: Tensor, halo: Halo) -> Tensor:
 
 
 class GraphNetwork(nn.Module):
-    """N layers of a network, for the nodes of one process; other processes have the other rows.
+    """The part of a network for the nodes of one process; other processes have the other rows.
 
-    States are `(batch, features of these nodes)`, in the order of `positions`. With one process it
-    is the whole network.
+    States are `(batch, features of these nodes)`, in the order of `positions`. With one process,
+    this is the whole network.
 
     Args:
-        plan: the share of this process.
-        messages: to the others.
+        plan: the plan of this process.
+        messages: the messages to other processes.
         network: "h1", "h2", "verlet" or "yoshida4".
-        layers: N.
-        step: h.
+        layers: N, the number of layers.
+        step: h, the step size.
         activation: the name of sigma.
-        dtype: of weights and states.
+        dtype: the dtype of weights and states.
 
     Examples:
         >>> import torch
@@ -138,7 +139,7 @@ class GraphNetwork(nn.Module):
 
     @property
     def positions(self) -> Tensor:
-        """The columns of this process in the state of all nodes."""
+        """The columns of this process in the full state."""
         own = self._places(self.plan.nodes)
         if self.scheme.halves:
             middle = self.plan.graph.features // 2
@@ -146,8 +147,9 @@ class GraphNetwork(nn.Module):
         return own
 
     def forward(self, y: Tensor) -> Tensor:
-        """The features of this process in y_N, from those in y_0."""
-        # With frozen weights a backward without this would be pruned, and neighbours would wait.
+        """The features of this process in y_N, computed from its features in y_0."""
+        # Without this, a backward pass with frozen weights would be pruned, and neighbours would
+        # wait.
         if torch.is_grad_enabled() and not y.requires_grad:
             y = y.detach().requires_grad_()
         forces: list[Any] = []
@@ -174,7 +176,7 @@ class GraphNetwork(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, gain: float = 1.0) -> None:
-        """Draw each node's weights from its own generator, so they do not depend on the processes.
+        """Draw each node's weights from its own generator, independently of the processes.
 
         K is `gain` times N(0, 1/w), where w is the number of features that a row reads; b is 0.
         """
@@ -195,7 +197,7 @@ class GraphNetwork(nn.Module):
     # One network of all nodes
 
     def whole(self) -> Network:
-        """A network of all nodes with the same options, and initial weights."""
+        """A network of all nodes with the same options and initial weights."""
         return BY_NAME[self.network](
             self.plan.graph.features,
             self.layers,
@@ -227,7 +229,7 @@ class GraphNetwork(nn.Module):
         return net if self.plan.is_root else None
 
     def _weights(self) -> Iterator[tuple[int, list[tuple[str, Tensor, Any]]]]:
-        """Each own node, with views of its weights and their places in the whole network's.
+        """Each node of this process, with views of its weights and their full-network indices.
 
         K is (N, rows, columns), b is (N, rows).
         """
@@ -256,6 +258,6 @@ class GraphNetwork(nn.Module):
                 yield node, weights
 
     def _places(self, nodes: list[int]) -> Tensor:
-        """The places of some nodes in a half of the state of all nodes, or in the whole state."""
+        """The indices of some nodes in one half of the full state, or in the whole state."""
         both = not self.scheme.halves
         return self.plan.graph.places(nodes, both=both)

@@ -1,4 +1,4 @@
-"""The data of nodes: a file for each node, which only its owner reads, or points of the plane."""
+"""The data of nodes: one file per node, which only its owner reads, or points in the plane."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Samples(NamedTuple):
 
     x: Tensor
     t: Tensor | None
-    order: str  # the same where samples and their order are the same
+    order: str  # equal if samples and their order are equal
 
 
 def entry_points(graph: Graph) -> list[int]:
-    """The features that points of the plane enter: p of the first node, q of the middle one."""
+    """The features that receive points in the plane: p of the first node, q of the middle node."""
     middle = graph.nodes // 2
     return [0, graph.features // 2 + graph.first[middle]]
 
 
 def place(x: Tensor, placement: Sequence[int], features: Tensor) -> Tensor:
-    """Some features of all samples: inputs at their places, and zeros."""
+    """Some features of all samples: inputs at their places, zeros elsewhere."""
     own = x.new_zeros(len(x), len(features))
     for column, feature in enumerate(placement):
         own[:, features == feature] = x[:, [column]]
@@ -58,15 +58,16 @@ def write_nodes(
 
     `FOLDER/PART/node-00003.safetensors` holds `x` (samples, features of node 3: p, then q),
     `labels.safetensors` the labels `t`, and `FOLDER/classes.json` the number of classes. Files made
-    in another way may also hold `id`: numbers of the samples, the same in all files.
+    in another way may also hold `id`: the numbers of the samples, which must be the same in all
+    files.
 
     Args:
         folder: the folder to write to.
         graph: the nodes.
         x: inputs `(samples, inputs)`.
-        t: labels, or values.
-        placement: for each input, the feature (counted over all nodes) that it enters.
-        classes: the number of classes, 0 for values.
+        t: labels or values.
+        placement: for each input, the number (over all nodes) of the feature that receives it.
+        classes: the number of classes; 0 for values.
         part: "train" or "test".
     """
     home = Path(folder) / part
@@ -89,10 +90,10 @@ def load(
 
     Args:
         data: the name of a planar set, or a folder of node files.
-        plan: the share of this process.
+        plan: the plan of this process.
         positions: the features of this process, in the order of the network.
-        seed: of the points of the plane.
-        dtype: of the features.
+        seed: the seed for the points in the plane.
+        dtype: the dtype of the features.
     """
     samples = {}
     if data in planar.SETS:
@@ -124,7 +125,7 @@ def _read(
     classes: int,
     dtype: torch.dtype,
 ) -> Samples:
-    """The samples in the files of the own nodes, and at the root the labels."""
+    """The samples in the files of this process's nodes, and at the root the labels."""
     nodes: list[Tensor] = []
     orders = set()
     for node in plan.nodes:
@@ -134,8 +135,8 @@ def _read(
         shape = (count, 2 * plan.graph.sizes[node])
         if x.shape != shape or not bool(x.isfinite().all()):
             raise DataError(
-                f"{path} must hold x {shape}, without gaps: a row for each sample, p and then q "
-                f"of node {plan.graph.label(node)}; it has {tuple(x.shape)}."
+                f"{path} must hold x {shape}, without gaps: a row for each sample, p and then q of "
+                f"node {plan.graph.label(node)}; x has {tuple(x.shape)}."
             )
         nodes.append(x.to(dtype))
         orders.add(order)
@@ -154,7 +155,7 @@ def _read(
         orders.add(order)
     if len(orders) > 1:
         raise DataError(
-            f"files in {home} differ in their id, so they hold other samples, or another order."
+            f"files in {home} differ in their id, so their samples or the order of samples differ."
         )
     rows = torch.cat(nodes, 1)
     own = torch.empty_like(rows)
@@ -164,7 +165,7 @@ def _read(
 
 
 def _load(path: Path, name: str) -> tuple[Tensor, str]:
-    """A tensor of a file, and a text that tells its samples and their order."""
+    """A tensor of a file, and a string that identifies the samples and their order."""
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -17,9 +17,9 @@ from hdnn.errors import OptionError, positive_int
 
 
 def partition(graph: Graph, parts: int) -> list[int]:
-    """The process that owns each node, chosen by METIS (extra `graph`) if installed, else in bands.
+    """The process that owns each node, chosen by METIS (extra `graph`) or, without it, in bands.
 
-    The choice affects the messages, not the results. It must be the same for all processes.
+    The choice affects the messages, not the results. All processes must make the same choice.
 
     Args:
         graph: the graph.
@@ -56,7 +56,7 @@ def _breadth_first(
     links: Sequence[Collection[int]],
     root: int,
 ) -> dict[int, int]:
-    """The parent of each node that links join to the root, in order of their distance from it."""
+    """The parent of each node that is connected to the root, in order of distance from the root."""
     parents = {root: root}
     frontier = [root]
     for node in frontier:
@@ -68,19 +68,19 @@ def _breadth_first(
 
 
 class Plan:
-    """The share of one process: its nodes, its peers, and its place in a tree of processes.
+    """The plan of one process: its nodes, its peers, and its place in a tree of processes.
 
     Args:
-        graph: the graph, checked.
+        graph: the graph, already checked.
         owner: the process that owns each node.
         rank: the number of this process.
 
     Attributes:
-        nodes: the nodes of this process; those with equally many features and neighbours are next
+        nodes: the nodes of this process; nodes with equally many features and neighbours are next
             to each other.
         peers: the processes that own a neighbour of one of these nodes.
-        parent: the process above this one in a tree of linked processes, None at the root.
-        children: the processes below.
+        parent: the process above this process in a tree of linked processes; None at the root.
+        children: the processes directly below.
     """
 
     def __init__(
@@ -104,10 +104,11 @@ class Plan:
         if len(parents) < self.size or not own:
             raise OptionError(
                 f"{self.size} processes cannot learn together, because links connect only "
-                f"{len(parents)} of them; every process needs a node, and links to the others."
+                f"{len(parents)} of them; every process needs a node, and a path of links to all "
+                "others."
             )
         self.peers = sorted(links[rank] - {rank})
-        # The root is its own parent there.
+        # In this list the root is its own parent.
         del parents[root]
         self.parent = parents.get(rank)
         self.children = [k for k in parents if parents[k] == rank]
@@ -121,7 +122,7 @@ class Plan:
         return self.parent is None
 
     def width(self, node: int) -> int:
-        """The pairs of features of a node and its neighbours in R."""
+        """The number of feature pairs of a node and its neighbours in R."""
         graph = self.graph
         return sum(graph.sizes[k] for k in graph.R[node])
 
@@ -149,17 +150,17 @@ class NodeGroup(NamedTuple):
 
 
 class Halo:
-    """The extended state of a process: its own rows, then those of neighbours that K reads.
+    """The extended state of a process: its own rows, then the neighbours' rows that K reads.
 
     Args:
         plan: the share of this process.
-        scale: rows of a node for each unit of its size: 1 for a half of the state, 2 for both.
+        scale: the rows of a node per unit of its size: 1 for one half of the state, 2 for both.
 
     Attributes:
         rows: the number of own rows.
-        extended: the number of own rows and neighbours' rows.
+        extended: the total number of own rows and neighbours' rows.
         send: the own rows that each peer reads.
-        receive: the first and the last row (exclusive) of what each peer sends.
+        receive: the first and the last row (exclusive) that each peer sends.
         groups: the own nodes, in the order of their free entries of K.
     """
 
@@ -197,11 +198,11 @@ class Halo:
         self.extended += self.height(node)
 
     def height(self, node: int) -> int:
-        """The rows of a node."""
+        """The number of rows of a node."""
         return self.scale * self.plan.graph.sizes[node]
 
     def index(self, nodes: Sequence[int]) -> Tensor:
-        """The rows of some nodes in the extended state, one after the other."""
+        """The indices of some nodes' rows in the extended state, one after the other."""
         rows: list[int] = []
         for node in nodes:
             first = self.place[node]

@@ -1,9 +1,9 @@
 """Training on a graph: each process runs this loop on the features and weights of its nodes.
 
 Hidden layers and their gradients need only neighbours. Only the root, the process that owns node 0,
-has the labels. In small networks the last features go up a tree of linked processes to the root,
-which solves the output layer; their gradient comes back down. In large ones (`solver="joint"`) each
-node keeps its block of the output layer, and only sums of scores go up.
+has the labels. In small networks, the last features go up a tree of linked processes to the root,
+which solves the output layer; the gradient of these features comes back down. In large networks
+(`solver="joint"`), each node keeps its block of the output layer, and only sums of scores go up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hdnn.training.fit import Options
 from hdnn.training.output import Outcome, Output, features
 from hdnn.training.recipes import cosine, rate_factor
 
-NEWTON = 256  # features, up to which the root solves the output layer for each minibatch
+NEWTON = 256  # up to so many features, the root solves the output layer for each minibatch
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 DEFAULTS = {
     "learning_rate": 2e-2,
@@ -53,13 +53,13 @@ class Settings:
 
     Attributes:
         network: "h1", "h2", "verlet" or "yoshida4".
-        layers: N.
-        step: h.
+        layers: N, the number of layers.
+        step: h, the step size.
         activation: the name of sigma.
         gain: the size of the initial weights.
         dtype: "float32" or "float64".
-        seed: of data, weights and the order of samples.
-        placement: for each input of a table, the feature that it enters; saved with the model.
+        seed: the seed for data, weights and the order of samples.
+        placement: for each input of a table, the feature that receives it; saved with the model.
     """
 
     network: str = "h2"
@@ -85,20 +85,20 @@ def train(
 ) -> dict[str, Any]:
     """Train one network on a graph, as one process of several.
 
-    Under torchrun, every process calls it with the same arguments; without torchrun, one process
-    owns all nodes. Messages go only to processes that own linked nodes, and no weight leaves its
-    node unless `gather` is true.
+    Under torchrun, every process calls this function with the same arguments; without torchrun, one
+    process owns all nodes. Messages go only to processes that own linked nodes, and no weight
+    leaves its node unless `gather` is true.
 
     Args:
         graph: the nodes and their links.
         data: "swiss_roll", "double_moons", "double_circles", or a folder of node files: see
             `write_nodes`.
-        folder: for a checkpoint of each process after each epoch, and metrics.json and the model at
-            the end.
-        resume: continue the training in `folder`, or start one there if it is empty.
+        folder: the folder for each process's checkpoint after each epoch, and for metrics.json and
+            the model at the end.
+        resume: resume the training run in `folder`, or start one there if it is empty.
         gather: collect the weights of all nodes at the root at the end, as one model.
         timeout: seconds after which a silent process counts as lost.
-        tell: called at the root with a dict after each epoch.
+        tell: a function that is called at the root with a dict after each epoch.
         **options: fields of `Settings` and of `hdnn.training.fit`, such as `layers` or `epochs`.
 
     Returns:
@@ -109,8 +109,8 @@ def train(
         OptionError: if the graph cannot be trained on, an option is out of range, or processes were
             started with different arguments.
         DataError: if the data do not fit the nodes.
-        CheckpointError: if the folder holds another training.
-        ConvergenceError: if the training diverges.
+        CheckpointError: if the folder holds a different training run.
+        ConvergenceError: if training diverges.
         LostError: if another process is lost.
 
     Examples:
@@ -153,7 +153,7 @@ def train(
 
 
 class Training:
-    """One training, as one process sees it; all of its state is at the end of an epoch."""
+    """A training run in one process; its state is always the state at the end of an epoch."""
 
     def __init__(
         self,
@@ -185,13 +185,13 @@ class Training:
             data, self.plan, self.positions, settings.seed, dtype
         )
         seed = settings.seed + 1
-        # The output layer of all nodes, of which the own block is trained in a joint training.
+        # The output layer of all nodes; in joint training, the own block is trained.
         self.whole = _head(self.graph.features, classes, seed, dtype)
         own = self.whole.weight.detach()[:, self.positions]
         self.block = nn.Parameter(own.clone())
         self.joint = options.solver == "joint"
         self.head = self.whole
-        if self.joint:  # the root gets sums of scores, and adds the bias
+        if self.joint:  # the root receives sums of scores, and adds the bias
             self.head = _head(self.whole.outputs, classes, seed, dtype)
             nn.init.eye_(self.head.weight)
         self.output = Output(
@@ -221,7 +221,7 @@ class Training:
         messages.agree(self.facts())
 
     def facts(self) -> dict[str, Any]:
-        """All that must be the same in all processes, and when a training is resumed."""
+        """All that must be the same in all processes, and when a training run is resumed."""
         return {
             "version of hdnn": __version__,
             "release of PyTorch": torch.__version__.split("+")[0],
@@ -233,10 +233,10 @@ class Training:
             "order of samples": self.samples["train"].order,
         }
 
-    # On disk: the states after the last two epochs, because others may have ended one earlier
+    # On disk: the states after the last two epochs, as other processes may be one epoch behind
 
     def open(self, folder: str | os.PathLike[str] | None, resume: bool) -> None:
-        """Go on from the newest epoch that all processes have saved, if asked to."""
+        """Resume from the newest epoch that all processes have saved, if requested."""
         if folder is None:
             return
         self.place = Path(folder) / "processes" / f"{self.plan.rank:05d}"
@@ -248,7 +248,7 @@ class Training:
                 states[state.values["epoch"]] = state
         if states and not resume:
             raise CheckpointError(
-                f"{folder} holds a training; resume it, or take another folder."
+                f"{folder} holds a training run; resume it, or choose another folder."
             )
         saved = torch.zeros(self.options.epochs + 1)
         saved[list(states)] = 1
@@ -303,7 +303,7 @@ class Training:
             self.save()
 
     def step(self, index: Tensor, done: float, steps: int) -> Sequence[float]:
-        """One step on a minibatch; its loss and accuracy, 0 but at the root."""
+        """Take one step on a minibatch; return its loss and accuracy (0 except at the root)."""
         x, t, _ = self.samples["train"]
         options = self.options
         self.optimizer.zero_grad()
@@ -347,8 +347,8 @@ class Training:
         outcome = self.output.solve((sums, t, None))
         if not math.isfinite(outcome.loss):
             raise ConvergenceError(
-                f"the loss is not finite in epoch {self.epoch + 1}: the training has diverged; "
-                "lower learning_rate, clip the gradients, or use a smaller step."
+                f"the loss is not finite in epoch {self.epoch + 1}: training has diverged; lower "
+                "learning_rate, clip the gradients, or use a smaller step."
             )
         return outcome
 
@@ -395,7 +395,7 @@ class Training:
         return metrics
 
     def baseline(self, predicted: Tensor, t: Tensor) -> dict[str, Any]:
-        """The accuracy of always giving the most frequent class, and classes never predicted."""
+        """The accuracy of always answering the most frequent class, and classes never predicted."""
         trained = self.samples["train"].t
         assert trained is not None
         common = int(trained.mode().values)

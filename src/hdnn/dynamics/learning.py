@@ -33,6 +33,7 @@ CHECKED = 2000  # windows that the data are checked by
 # The parts of the error that a fault of the data must explain to be reported
 SHRINKING = 0.5
 UNEVEN = 0.8
+LOST = 0.8  # the square of a relative error
 JITTER = 0.05  # relative differences between time steps that are reported
 ALIKE = 0.5  # the correlation of neighbours, below which a time is random
 
@@ -326,6 +327,14 @@ def _check(flow: Any, data: Windows) -> float:
             f"their size in each step, as with a damping of {-2 * rate / (ratio * flow.dt):.3g}, "
             f"and the error of a step stays at {float((total / size).sqrt()):.2g}; "
             "use FlowMap(.., damped=True).",
+            DriftWarning,
+            stacklevel=4,
+        )
+    elif total > LOST * size:
+        warnings.warn(
+            f"the map has learned nothing: the error of a step is "
+            f"{float((total / size).sqrt()):.0%} of the size of states. Time must be the first axis of trajectories, and momenta come "
+            "before positions.",
             DriftWarning,
             stacklevel=4,
         )

@@ -37,9 +37,7 @@ DTYPES = {torch.float32: numba.float32, torch.float64: numba.float64}
 # Samples in a tile: the more samples, the rarer the checks before a loop
 LONGEST = 256
 LANES = 16  # a tile is a multiple of this
-PARALLEL_FROM = (
-    20_000_000  # products: below this number, waking a thread does not pay off
-)
+PARALLEL_FROM = 20_000_000  # with fewer products, waking a thread does not pay
 
 # Sums in any order, and fused products: both are needed for vector instructions in a loop.
 inner = numba.njit(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})

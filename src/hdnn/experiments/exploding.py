@@ -28,25 +28,26 @@ H = 0.5
 LOADS = (1.0, 1.9, 2.0, 2.01, 2.1)  # h k^2
 
 LINEAR = f"""
-y' = eps J tanh(y), solved to eps t = {LONGEST:g}. Periods are measured, with their error
-against 4/eps K(m = 1 - exp(-2H)). The slope, per unit of eps t, is that of the line
-through the local maxima of norm(dy(T)/dy(T - t)), beside its closed form.
+The equation is y' = eps J tanh(y), solved up to eps t = {LONGEST:g}. The error of a measured period
+is relative to 4/eps K(m) at m = 1 - exp(-2H), where K(m) is the complete elliptic integral of the
+first kind. The slope, per unit of eps t, is that of the line through the local maxima of
+norm(dy(T)/dy(T - t)), beside its closed form.
 """
 FINITE = """
-For two states gamma apart along p, the distance over gamma grows to about D / gamma,
+For two states gamma apart along p, the distance divided by gamma grows to about D / gamma,
 where D is the diameter of the orbit.
 """
 LAYERS = f"""
-H2 with n = 2, one weight k and h = {H:g}, 64 layers, at the origin. If h k^2 is
-above 2, log norm(dy_N/dy_j) grows by 2 acosh(h k^2 / 2) per layer. Below 2 the norms stay
-under sqrt((2 + h k^2) / (2 - h k^2)).
+The last table is for an H2 with n = 2, one weight k, h = {H:g} and 64 layers, at the origin.
+If h k^2 is above 2, log norm(dy_N/dy_j) grows by 2 acosh(h k^2 / 2) per layer. If h k^2 is
+below 2, the norms stay below sqrt((2 + h k^2) / (2 - h k^2)).
 """
 LINEAR_COLUMNS = {
     "start": "{start}",
     "eps": "{eps:g}",
     "H": "{energy:.4f}",
     "period": "{period:.10f}",
-    "off by": "{off:.1e}",
+    "error": "{off:.1e}",
     "slope": "{slope:.4f}",
     "closed form": "{exact slope:.4f}",
 }
@@ -163,7 +164,7 @@ def figure(options: Any) -> Result:
     least = min(row["h k^2"] for row in growth if row["exact"] > 0)
     finding = (
         f"linear growth in the paper's example, slopes within {100 * max(slopes):.1f}% of the "
-        f"closed form; exponential from h k^2 = {least:g} on"
+        f"closed form; exponential growth from h k^2 = {least:g} on"
     )
     alt = "Orbits, linear growth, finite perturbations, growth by layer"
     page = [

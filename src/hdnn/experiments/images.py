@@ -155,9 +155,10 @@ def table_three(options: Any) -> Result:
         rows.append({**row, "paper": paper, "reached": reached})
     lines = [{**row, "mark": "**" * row["reached"]} for row in rows]
     page = [
-        f"`{options.command}`, {options.seeds} seeds, {options.epochs} epochs, last epoch;",
-        f"{rows[0]['device']}. Mean ± standard deviation of the accuracy in %, the",
-        "paper's in brackets; bold where the mean of the test accuracy reaches it (H2 beside H1).",
+        f"`{options.command}`, {options.seeds} seeds, after {options.epochs} epochs;",
+        f"{rows[0]['device']}. Each cell shows the mean ± standard deviation of the",
+        "accuracy in %, and the paper's figure in brackets (for H2, that of H1); the test accuracy",
+        "is bold where its mean reaches that figure, or 99.4 for the convolution.",
         "",
         *runner.markdown_table(THREE_COLUMNS, lines),
     ]
@@ -177,8 +178,8 @@ def found_three(rows: list[dict[str, Any]], by: str) -> str:
     count = sum(row["reached"] for row in rows)
     best = max(row["test"]["mean"] for row in rows if row["network"] == "h1")
     return (
-        f"by {RECIPES[by]} {count} of {len(rows)} means at or above their target, "
-        f"H1 up to {best:.2f}%"
+        f"with {RECIPES[by]}, {count} of {len(rows)} means reach their target, "
+        f"and H1 reaches up to {best:.2f}%"
     )
 
 
@@ -224,11 +225,11 @@ def table_four(options: Any) -> Result:
         rows.append({**row, "paper": paper, "title": TITLES[row["network"]]})
     suffix = f"-{options.epochs}"
     picture = runner.save_figure(draw_curves(rows), options, suffix)
-    remark = f" The images: {data.remark}." if data.remark else ""
+    remark = f" The images are {data.remark}." if data.remark else ""
     page = [
         f"`{options.command}`, {rows[0]['device']}.{remark}",
         "Accuracy in % on the test images after the last epoch, mean ± standard deviation",
-        "(worst to best); the paper's are for the original images and 160 epochs.",
+        "(worst to best); the paper's figures are for the original images and 160 epochs.",
         "",
         *runner.markdown_table(FOUR_COLUMNS, lines_four(rows)),
         "",

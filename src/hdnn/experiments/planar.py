@@ -28,10 +28,10 @@ from hdnn.training import fit
 
 ENOUGH = 1e-4  # a loss at which all points are clearly right
 ABOUT = f"""{{count}}; within rounding, {runner.ROUNDED} counts as 100.
-A cell: mean ± standard deviation (worst to best), the paper's figure in brackets{{more}};
-bold where the {{what}} is at or above that figure without rounding.
+Each cell shows the mean ± standard deviation (worst to best), and the paper's figure in
+brackets{{more}}; the mean is bold where {{what}} is at or above that figure without rounding.
 """
-PUBLISHED = """T is the value that the authors published: 1.2 for the Swiss roll,
+PUBLISHED = """T is the value that the authors published: 1.2 for the Swiss roll and
 0.8 for the double moons. It is not tuned.
 """
 
@@ -183,17 +183,22 @@ def table_one(options: Any) -> Result:
         # The paper does not say whether its figures are means or best.
         what = "best" if recipe == "paper" else "mean"
         count = runner.counted(rows, what)
-        about = ABOUT.format(count=count, more=", T", what=what)
+        bold = "the best" if recipe == "paper" else "it"
+        about = ABOUT.format(count=count, more=", then T", what=bold)
         page += [f"## {RECIPES[recipe].capitalize()}", "", about]
         if recipe == "paper":
             page.append(PUBLISHED)
         page += [*runner.grid(rows, "network", what), ""]
-        count = f"with {RECIPES[recipe]} {runner.counted(rows)}"
+        count = runner.counted(rows)
         if recipe == "paper":
-            count += f", and {runner.counted(rows, 'best')}"
-        counts.insert(0, f"{count}, {options.seeds} seeds")
+            best = runner.counted(rows, "best")
+            count = f"{runner.counted(rows, reach='')} and {best}"
+            if "ours" in options.recipes:
+                count = count.replace("the paper's accuracy", "it")
+        counts.insert(0, f"{RECIPES[recipe].capitalize()}: {count}.")
+    counts.append(f"{options.seeds} seeds.")
     facts = {"seeds": options.seeds, "recipes": recipes}
-    return Result("Table I: planar sets", "; ".join(counts), facts, page)
+    return Result("Table I: planar sets", " ".join(counts), facts, page)
 
 
 # Table II
@@ -287,7 +292,7 @@ def table_two(options: Any) -> Result:
     count = runner.counted(rows)
     page = [
         f"`{options.command}`, {options.seeds} seeds.",
-        ABOUT.format(count=count, more="", what="mean"),
+        ABOUT.format(count=count, more="", what="it"),
         *[f"- {name}: {VARIANTS[name]}" for name in options.variants],
         "",
         *runner.grid(rows, "variant"),
@@ -336,7 +341,7 @@ def figure_distributed(options: Any) -> Result:
     return regions(options, "4 layers of H2 on a ring of 8 nodes", jobs)
 
 
-# Gradients through a training
+# Gradients during training
 
 WATCHED: dict[
     str, Any
@@ -350,16 +355,16 @@ SAMPLES = 250  # of the test points
 WATCHED_COLUMNS = {
     "": "{name}",
     "test accuracy": "{accuracy:.2f}%",
-    "smallest": "{smallest:.15g}",
-    "largest": "{largest:.4g}",
-    "smallest of the batch mean": "{smallest_of_mean:.4g}",
+    "smallest norm": "{smallest:.15g}",
+    "largest norm": "{largest:.4g}",
+    "smallest norm of the batch mean": "{smallest_of_mean:.4g}",
 }
 
 
 def watch(
     kind: str, layers: int, change: Job, options: Any
 ) -> tuple[GradientMonitor, Job]:
-    """A training with monitored gradients, and its result."""
+    """A training run with monitored gradients, and its result."""
     data = planar.double_moons(seed=options.seed)
     job = {
         "network": kind,
@@ -404,7 +409,8 @@ def figure_gradients(options: Any) -> Result:
     page = [
         f"`{options.command}`, seed {options.seed}: norm(dy_N/dy_j) over {SAMPLES} test "
         f"points of the double moons, all layers j < N, every {options.every} steps of 960.",
-        "Norms are per sample; the norm of their mean matrix can be below 1 even if these are not.",
+        "Norms are per sample. The norm of the mean matrix can be below 1 even if the norms of all",
+        "samples are not.",
         "",
         *runner.markdown_table(WATCHED_COLUMNS, rows),
         "",
@@ -416,9 +422,9 @@ def figure_gradients(options: Any) -> Result:
         "picture": picture,
         "networks": results,
     }
-    shown = [f"{row['name']}: {row['smallest']:.2g}" for row in rows]
+    shown = [f"{row['smallest']:.2g} ({row['name']})" for row in rows]
     finding = f"smallest norm(dy_N/dy_j) of a sample: {'; '.join(shown)}"
-    return Result("Gradients through a training", finding, facts, page)
+    return Result("Gradients during training", finding, facts, page)
 
 
 EXPERIMENTS = {
@@ -441,7 +447,7 @@ EXPERIMENTS = {
         figure_distributed,
     ),
     "fig-gradients": Experiment(
-        "Norms of dy_N/dy_j through the training of an H2 and of MLPs.",
+        "Norms of dy_N/dy_j during the training of an H2 and of MLPs.",
         {"seed": 0, "every": 16},
         figure_gradients,
     ),

@@ -1,4 +1,4 @@
-"""The runner of all experiments: resumable trainings, options, and pages of results.
+"""The runner of all experiments: resumable training, options, and pages of results.
 
 A job is a dictionary of plain values. Its result is stored with the job as one line of a JSON-lines
 file, so no job runs twice.
@@ -207,7 +207,11 @@ def reached(value: float, paper: float) -> bool:
     return value >= paper - EPS
 
 
-def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
+def counted(
+    rows: Sequence[dict[str, Any]],
+    what: str = "mean",
+    reach: str = " reach the paper's accuracy",
+) -> str:
     """The number of rows with `what` at or above the paper's figure, in words.
 
     Where the paper prints 100, without decimals, 99.95 may have been meant.
@@ -219,7 +223,8 @@ def counted(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
         strictly += reached(row[what], paper)
         meant = ROUNDED if paper == 100 else paper
         rounded += reached(row[what], meant)
-    text = f"{strictly} of {len(rows)} {what} accuracies reach the paper's"
+    values = {"mean": "means", "best": "best runs"}[what]
+    text = f"{strictly} of {len(rows)} {values}{reach}"
     if rounded > strictly:
         text += f" ({rounded} within rounding)"
     return text
@@ -241,7 +246,7 @@ def grid(
         if "T" in row:
             text += f", {row['T']:.2g}"
         if row.get("failed"):
-            text += f", {row['failed']} did not end"
+            text += f", {row['failed']} did not finish"
         place = f"{row['data'].replace('_', ' ')}, {row['layers']}"
         line = lines.setdefault(place, {"place": place})
         line[name] = text

@@ -1,8 +1,8 @@
 """Pictures: every function draws into `ax`, or a new figure, and returns the Axes.
 
 The colours are from Okabe and Ito; colour-blind readers can tell them apart. Classes also differ in
-their markers and lines in their dashes, so a grey print can be read. `ax.figure.savefig(path)`
-writes a picture.
+markers, and lines in dashes, so grey prints remain readable. `ax.figure.savefig(path)` saves a
+picture.
 """
 
 from hdnn.plotting.curves import BLACK as BLACK

@@ -1,4 +1,4 @@
-"""Curves: of a training, of the norms of dy_N/dy_j, and of a diagnosis.
+"""Curves of training, of the norms of dy_N/dy_j, and of a diagnosis.
 
 Figures are made without pyplot: no window, no display, no global state.
 """
@@ -28,7 +28,7 @@ RED = "#D55E00"
 PURPLE = "#CC79A7"
 BLACK = "#000000"
 CLASSES = ((BLUE, "o"), (ORANGE, "^"))
-STYLES: tuple[dict[str, Any], ...] = (  # of lines, in turns
+STYLES: tuple[dict[str, Any], ...] = (  # styles of lines, in turn
     {"color": BLUE, "linestyle": "-", "marker": "o"},
     {"color": RED, "linestyle": "--", "marker": "^"},
     {"color": GREEN, "linestyle": "-.", "marker": "s"},
@@ -38,12 +38,12 @@ STYLES: tuple[dict[str, Any], ...] = (  # of lines, in turns
 )
 DASHED: dict[str, Any] = {"color": RED, "linestyle": "--"}
 DOTTED: dict[str, Any] = {"color": GREEN, "linestyle": "-."}
-LOW = 1e-8  # norms below have the last colour
+LOW = 1e-8  # smaller norms have the last colour
 NORM = r"$\|\partial y_N / \partial y_j\|_2$"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of that size in inches, without a display."""
+    """A figure of the given size in inches, without a display."""
     figures = require("matplotlib.figure", extra="plot")
     agg = require("matplotlib.backends.backend_agg", extra="plot")
     size = (width, height)
@@ -55,15 +55,15 @@ def new_figure(width: float, height: float) -> Figure:
 def axes_or_new(
     ax: Axes | None, width: float = 6.0, height: float = 3.8
 ) -> Axes:
-    """The Axes, or those of a new figure of that size."""
+    """The given Axes, or the Axes of a new figure of the given size."""
     return new_figure(width, height).add_subplot() if ax is None else ax
 
 
 def finish(ax: Axes, columns: int, **labels: Any) -> Axes:
-    """The Axes with their labels, and a legend below, where it covers no data."""
+    """The Axes with labels, and a legend below, where it covers no data."""
     ax.set(**labels)
     transforms = require("matplotlib.transforms", extra="plot")
-    # In points, not in parts of the axes: labels stay clear of it at any size.
+    # In points, not in fractions of the axes: labels do not overlap the legend at any size.
     below = transforms.offset_copy(
         ax.transAxes, fig=ax.figure, y=-36, units="points"
     )
@@ -79,7 +79,7 @@ def finish(ax: Axes, columns: int, **labels: Any) -> Axes:
 
 
 def level_one(ax: Axes, **label: Any) -> None:
-    """The line of norm 1."""
+    """Draw the line of norm 1."""
     ax.axhline(1.0, color=BLACK, linewidth=0.8, linestyle=":", **label)
 
 
@@ -89,10 +89,11 @@ def training_history(
     """Draw the loss of each epoch and, for classes, the fraction of wrong labels, on a log scale.
 
     Args:
-        history: the result of `hdnn.training.fit`; a mark shows the best epoch of the held-out
+        history: the result of `hdnn.training.fit`; a mark shows the epoch with the lowest held-out
             loss.
         ax: the Axes to draw into; by default a new figure.
-        test: accuracies on test data after each epoch; their wrong labels are drawn as well.
+        test: accuracies on test data after each epoch; the fraction of wrong test labels is also
+            drawn.
 
     Examples:
         >>> import hdnn
@@ -122,7 +123,7 @@ def training_history(
 
 
 def _epochs(ax: Axes, values: Sequence[float], **style: Any) -> None:
-    """A curve over the epochs, without zeros, which have no logarithm."""
+    """Draw a curve over the epochs, without zeros, which have no logarithm."""
     shown = [value if value > 0 else math.nan for value in values]
     if any(map(math.isfinite, shown)):
         marker = "o" if len(values) < 3 else ""
@@ -188,13 +189,13 @@ def gradient_surface(
     *,
     name: str = "smallest",
 ) -> Axes:
-    """Draw norm(dy_N/dy_j) during a training, as colours over steps and layers.
+    """Draw norm(dy_N/dy_j) during training, as colours over steps and layers.
 
     Args:
         monitor: an `hdnn.analysis.GradientMonitor` that has recorded something.
         ax: the Axes to draw into; by default a new figure.
         name: the norm over the samples to draw: "smallest", "median", "largest", or "of_mean", the
-            norm of their mean matrix.
+            norm of the samples' mean matrix.
 
     Examples:
         >>> import hdnn, torch
@@ -217,7 +218,7 @@ def gradient_surface(
     high = max([10.0, *values[values.isfinite()].tolist()])
     low, top = math.log10(LOW), math.log10(high)
     logs = values.log10().nan_to_num(nan=0.0, posinf=top).numpy()
-    # Vanished is dark red, 1 is white, growth is blue; equal steps of colour are factors.
+    # Dark red means vanished, white 1, blue growth; equal colour steps are equal factors.
     image = ax.pcolormesh(
         monitor.recorded_steps,
         range(len(logs)),

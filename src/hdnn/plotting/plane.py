@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from hdnn.heads import Model
 
 AGENT_COLOURS = (BLUE, ORANGE, GREEN, RED, SKY, PURPLE)
-POINTS = 1000  # of the test set that are drawn
-NUMBERED = 40  # agents, up to which they have their numbers on them
+POINTS = 1000  # points of the test set that are drawn
+NUMBERED = 40  # up to so many agents, their numbers are shown
 
 
 def decision_regions(
@@ -45,7 +45,7 @@ def decision_regions(
 
     Args:
         model: an `hdnn.Model` with two inputs and two classes.
-        data: one of the planar sets of `hdnn.data.planar`.
+        data: a planar set of `hdnn.data.planar`.
         ax: the Axes to draw into; by default a new figure.
         grid: the number of predictions along each side of the plane.
 
@@ -99,10 +99,10 @@ def phase_portrait(
     """Draw orbits in the plane of p and q, with a mark at each start.
 
     Args:
-        states: (k, B, 2), B orbits of k states each.
+        states: the states (k, B, 2) of B orbits of k states each.
         ax: the Axes to draw into; by default a new figure.
-        names: of the orbits, for the legend.
-        energy: a function of states `(*batch, 2)`; its level lines are added.
+        names: the names of the orbits, for the legend.
+        energy: a function of states `(*batch, 2)`, whose level lines are added.
 
     Examples:
         >>> import hdnn, torch
@@ -114,7 +114,8 @@ def phase_portrait(
     """
     if states.ndim != 3 or states.shape[-1] != 2:
         raise ShapeError(
-            f"states must be (k, B, 2), for B orbits of k states, but got {tuple(states.shape)}."
+            "states must have shape (k, B, 2), for B orbits of k states, but got "
+            f"{tuple(states.shape)}."
         )
     ax = axes_or_new(ax, 4.6, 4.8)
     states = states.detach().cpu().double()
@@ -140,18 +141,18 @@ def agent_paths(
 ) -> Axes:
     """Draw the paths of agents in the plane, with a disc at the end of each.
 
-    The width of a disc is the distance below which two agents collide, so discs that overlap have
-    collided. A black ring marks the first place where an agent collided on its way.
+    The width of a disc is the distance below which two agents collide, so agents with overlapping
+    discs have collided. A black ring marks the first place where an agent collided on its way.
 
     Args:
         paths: positions `(steps + 1, N, 2)`, such as `loop(y)[..., :2]` for one start.
-        targets: `(N, 2)`, drawn as crosses.
+        targets: the targets `(N, 2)`, drawn as crosses.
         ax: the Axes to draw into; by default a new figure.
-        distance: two agents collide below this distance; 0 for no collisions.
+        distance: the distance below which two agents collide; 0 for no collisions.
     """
     if paths.ndim != 3 or paths.shape[-1] != 2:
         raise ShapeError(
-            f"paths must be (steps + 1, N, 2), but are {tuple(paths.shape)}."
+            f"paths must have shape (steps + 1, N, 2), but got {tuple(paths.shape)}."
         )
     ax = axes_or_new(ax, 4.8, 4.8)
     circle = require("matplotlib.patches", extra="plot").Circle

@@ -1,6 +1,6 @@
-"""The history of a training, and callbacks of `fit`, which get a `Moment` after each step.
+"""The history of a training run, and callbacks of `fit`.
 
-A callback that returns True ends the training.
+A callback is called with a `Moment` after each step; returning True ends training.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ MONITORS = ("loss", "accuracy", "validation_loss", "validation_score")
 
 @dataclass
 class History:
-    """One entry for each epoch of a training; `hdnn.plotting.training_history` draws it.
+    """Values for each epoch of a training run; `hdnn.plotting.training_history` draws them.
 
-    Loss and accuracy are means over the minibatches of an epoch; the others are values at its end.
+    Loss and accuracy are means over the minibatches of an epoch; the other fields are values at its
+    end.
 
     Attributes:
-        loss: of the training data.
-        accuracy: of the training data; NaN for a regression.
+        loss: the loss on the training data.
+        accuracy: the accuracy on the training data; NaN for regression.
         smoothness: R_K, the differences between neighbouring layers.
         gradient: the norm of the last step's gradient.
-        learning_rate: the rate of the last step.
-        validation_loss: of the held-out rows; empty if there are none.
-        validation_score: their accuracy, or R^2 of a regression.
-        best_epoch: the epoch of the lowest held-out loss, from 1; 0 if there are no held-out rows.
-        seconds: the duration of the whole training.
+        learning_rate: the learning rate of the last step.
+        validation_loss: the loss on the held-out rows; empty if there are none.
+        validation_score: the accuracy on the held-out rows, or R^2 for regression.
+        best_epoch: the epoch of the lowest held-out loss, counted from 1; 0 without held-out rows.
+        seconds: the duration of the training run.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -48,7 +49,7 @@ class History:
     seconds: float = 0.0
 
     def add(self, moments: Sequence[Moment], smoothness: float) -> None:
-        """Add an epoch of these steps."""
+        """Add the epoch that these steps make up."""
         self.loss.append(fmean(moment.loss for moment in moments))
         self.accuracy.append(fmean(moment.accuracy for moment in moments))
         self.smoothness.append(smoothness)
@@ -64,7 +65,7 @@ class History:
         }
 
     def text(self) -> str:
-        """The last epoch, for the progress line."""
+        """The text of the progress line for the last epoch."""
         text = f"loss {self.loss[-1]:.4f}"
         if not math.isnan(self.accuracy[-1]):
             text += f", {100 * self.accuracy[-1]:.1f}% right"
@@ -80,15 +81,15 @@ class Moment:
 
     Attributes:
         model: the model in training.
-        epoch: from 1.
+        epoch: the number of the epoch, from 1.
         epochs: the largest number of epochs.
-        step: from 1, over all epochs.
+        step: the number of the step, from 1, over all epochs.
         steps: the largest number of steps.
-        loss: of this minibatch.
-        accuracy: of this minibatch; NaN for a regression.
+        loss: the loss of this minibatch.
+        accuracy: the accuracy on this minibatch; NaN for regression.
         gradient: the norm of the gradient, before any clipping.
-        learning_rate: of this step.
-        history: of all epochs so far.
+        learning_rate: the learning rate of this step.
+        history: the `History` of all epochs so far.
         end_of_epoch: True in the last step of an epoch; the history then includes that epoch.
 
     Examples:
@@ -119,10 +120,10 @@ Callback = Callable[[Moment], bool | None]
 
 
 class EarlyStopping:
-    """A callback that ends a training after `patience` epochs without an improvement.
+    """A callback that ends training after `patience` epochs without an improvement.
 
-    `fit(validation=.., patience=..)` is the short form for the loss of held-out rows; it also goes
-    back to the best epoch.
+    `fit(validation=.., patience=..)` is a shorthand for watching the held-out loss, and also
+    restores the model of the best epoch.
 
     Args:
         patience: the number of epochs without an improvement.
@@ -146,14 +147,14 @@ class EarlyStopping:
         self.minimum = minimum
 
     def __call__(self, moment: Moment) -> bool:
-        """True ends the training."""
+        """True to end training."""
         if not moment.end_of_epoch:
             return False
         values = getattr(moment.history, self.monitor)
         if not values or math.isnan(values[0]):
             raise OptionError(
-                f"EarlyStopping watches {self.monitor}, which this training does not have; give "
-                'fit validation=(x, t), or watch "loss".'
+                f"EarlyStopping watches {self.monitor}, which this training run does not record; "
+                'pass validation=(x, t) to fit, or watch "loss".'
             )
         sign = 1 if self.monitor.endswith("loss") else -1
         best = math.inf
@@ -176,14 +177,12 @@ class WellPosed:
 
     def __init__(self, limit: float | None = 0.95) -> None:
         if limit is not None and not 0 < limit < 1:
-            raise OptionError(
-                f"limit must lie between 0 and 1, but is {limit}."
-            )
+            raise OptionError(f"limit must be between 0 and 1, but is {limit}.")
         self.limit = limit
 
     @staticmethod
     def needed(net: Network) -> bool:
-        """True if some weights of a network give a step that does not have exactly one solution."""
+        """True if some weights of a network could give a step without a unique solution."""
         return bool(net.implicit) and not getattr(net, "always_solvable", True)
 
     def limit_coupling(self, model: Model) -> None:

@@ -1,4 +1,4 @@
-"""A training on disk: one file with all it needs to go on as if it had never stopped."""
+"""A training run on disk: one file with all that is needed to resume without any difference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Saved(NamedTuple):
     tensors: Tensors
 
     def group(self, name: str) -> Tensors:
-        """The tensors of a group, without its name."""
+        """The tensors of a group, by their names without the group's."""
         prefix = f"{name}."
         members = {}
         for key, tensor in self.tensors.items():
@@ -38,11 +38,11 @@ class Saved(NamedTuple):
 def open_folder(
     folder: str | Path | None, resume: bool, stack: ExitStack
 ) -> Path | None:
-    """Make and lock the folder of a training; one that holds a training is not overwritten."""
+    """Make and lock the folder of a training run; an existing training run is not overwritten."""
     if folder is None:
         if resume:
             raise CheckpointError(
-                "resume needs the folder of the training to continue."
+                "resume needs the folder of the training run to continue."
             )
         return None
     place = Path(folder)
@@ -55,7 +55,8 @@ def open_folder(
     stack.enter_context(io.lock(place))
     if not resume and (place / NAME).exists():
         raise CheckpointError(
-            f"{place} already holds a training; resume it (resume=True) or choose another folder."
+            f"{place} already holds a training run; resume it (resume=True) or choose another "
+            "folder."
         )
     return place
 
@@ -82,9 +83,9 @@ def write(
     optimizer: Any,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Write weights, optimiser, random state and plain values, all or nothing.
+    """Write weights, optimiser state, random state and plain values in one atomic write.
 
-    `identity` must be the same when the training is resumed; `groups` are further tensors.
+    `identity` must be the same when training is resumed; `groups` are further tensors.
     """
     tensors = {}
     for group, members in {**groups, "model": model.state_dict()}.items():
@@ -100,23 +101,23 @@ def write(
 
 
 def read(place: Path, identity: Mapping[str, Any]) -> Saved | None:
-    """The training in a folder, or None if there is none yet; it must have this identity."""
+    """The training run in a folder, which must have this identity, or None if there is none yet."""
     path = place / NAME
     if not path.exists():
         return None
     tensors, metadata = io.load_tensors(path)
     if "identity" not in metadata:
         raise CheckpointError(
-            f"{path} holds something else that hdnn wrote, not a training."
+            f"{path} was written by hdnn, but does not hold a training run."
         )
     before = metadata["identity"]
     now = json.loads(json.dumps(dict(identity)))
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
             raise CheckpointError(
-                f"{path} belongs to another training: its {name} is {str(before.get(name))[:100]}, "
-                f"not {str(now.get(name))[:100]}; resume with the same options and data, or choose "
-                "another folder."
+                f"{path} belongs to a different training run: its {name} is "
+                f"{str(before.get(name))[:100]}, not {str(now.get(name))[:100]}; resume with the "
+                "same options and data, or choose another folder."
             )
     return Saved(metadata["values"], tensors)
 
@@ -127,7 +128,7 @@ def restore(
     optimizer: Any,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Put a saved training back into its parts."""
+    """Restore the model, optimiser and random state of a saved training run."""
     model.load_state_dict(saved.group("model"))
     slots: dict[int, Tensors] = {}
     for key, tensor in saved.group("optimizer").items():

@@ -1,8 +1,8 @@
 """The training loop: solve the output layer, take one step on the hidden layers, repeat.
 
 For every minibatch the output layer is fitted first, to the current features of the hidden layers;
-it then stays fixed while the hidden layers take a step. At the end the output layer is fitted once
-more, to all data.
+the output layer then stays fixed while the hidden layers take a step. At the end the output layer
+is fitted once more, to all data.
 """
 
 from __future__ import annotations
@@ -50,33 +50,34 @@ from hdnn.training.output import (
 from hdnn.training.recipes import cosine, rate_factor
 
 SAVE_EVERY = 2.0  # seconds between checkpoints
-SMALL = 20_000  # numbers in a minibatch, up to which one thread is faster than several
+SMALL = 20_000  # up to so many numbers in a minibatch, one thread is faster than several
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The numbers of a training, all of them arguments of `fit`.
+    """The settings of a training run, all of them arguments of `fit`.
 
     Attributes:
         epochs: the largest number of passes over the data.
-        batch: samples in a minibatch.
-        learning_rate: of the hidden layers, and of the output layer unless it is solved by Newton
-            steps.
-        schedule: the rate stays "constant" or falls to zero as a "cosine", after the warmup.
-        warmup: the fraction of all steps in which the rate rises from zero.
-        weight_decay: the multiple of the hidden layers' weights that is added to their gradient.
+        batch: the number of samples in a minibatch.
+        learning_rate: the learning rate of the hidden layers, and of the output layer unless that
+            is solved with Newton steps.
+        schedule: "constant" or "cosine" (a fall to zero): the learning rate after the warmup.
+        warmup: the fraction of all steps in which the learning rate rises from zero.
+        weight_decay: the multiple of the hidden weights that is added to their gradient.
         clip: the largest norm of the gradient of all hidden layers; None for no limit.
-        solver: of the output layer, for each minibatch. "newton": Newton steps on the
+        solver: how the output layer is fitted to each minibatch. "newton": Newton steps on the
             ridge-regularised problem; "adam": the paper's 10 Adam steps from zero, with weight
             decay `ridge`; "joint": trained together with the hidden layers.
         ridge: the penalty on the output layer.
         smoothness: alpha, the penalty on differences between neighbouring layers.
-        smoothing: alpha stays "constant" or falls to zero as a "cosine".
+        smoothing: "constant" alpha, or a "cosine" fall of alpha to zero.
         patience: stop after this many epochs in which the held-out loss did not fall by more than
-            `tol`, and go back to the model of the best epoch. Without held-out rows, the training
-            loss is watched and the last model stays.
-        tol: the smallest fall of the loss that counts.
-        seed: of the order of the samples; the global random state is neither read nor written.
+            `tol`, and restore the model of the best epoch. Without held-out rows, the training loss
+            is watched and the last model is kept.
+        tol: the smallest decrease of the loss that counts.
+        seed: the seed for the order of the samples; the global random state is neither read nor
+            written.
     """
 
     epochs: int = 50
@@ -121,7 +122,7 @@ class Options:
             )
         if self.solver == "newton" and self.ridge == 0:
             raise OptionError(
-                'solver="newton" needs ridge > 0; take e.g. ridge=1e-4.'
+                'solver="newton" needs ridge > 0; use e.g. ridge=1e-4.'
             )
 
 
@@ -140,21 +141,21 @@ def fit(
 ) -> History:
     """Train a model in place, by coordinate descent between its output layer and its hidden layers.
 
-    It minimises mean loss + smoothness R_K + ridge/2 |output layer|^2. Numbers such as `epochs` or
-    `learning_rate` are described in `Options`.
+    Training minimises mean loss + smoothness R_K + ridge/2 |output layer|^2. Settings such as
+    `epochs` or `learning_rate` are described in `Options`.
 
     Args:
         model: an `hdnn.Model` with a head that has a loss.
-        x: inputs (B, inputs), of the dtype and on the device of the model.
-        t: labels (B,) in 0 .. classes-1, or targets (B, outputs) for a regression head.
-        weight: of each sample (B,) in the mean loss.
+        x: inputs (B, inputs), with the dtype and device of the model.
+        t: labels (B,) in 0 .. classes-1, or targets (B, outputs) for regression.
+        weight: the weight (B,) of each sample in the mean loss.
         validation: held-out rows (x, t) or (x, t, weight). Their loss and score are measured after
-            each epoch, with the output layer that the model would have if training ended there.
-            They change nothing unless `patience` is given.
-        callbacks: called with a `Moment` after each step; one that returns True ends the training.
-        folder: for a checkpoint, from which `resume=True` continues after any interruption, to
-            exactly the same result on the same machine.
-        resume: continue the training in `folder`, or start one there if it is empty.
+            each epoch, with the output layer that the model would have if training ended there. The
+            held-out rows do not affect training unless `patience` is given.
+        callbacks: called with a `Moment` after each step; returning True ends training.
+        folder: the folder for a checkpoint. After any interruption, `resume=True` continues from
+            the checkpoint, to exactly the same result on the same machine.
+        resume: resume the training run in `folder`, or start one there if it is empty.
         progress: show a progress line at a terminal.
         **options: the fields of `Options`.
 
@@ -164,8 +165,8 @@ def fit(
     Raises:
         OptionError: if an option is out of range, or the head has no loss.
         DataError: if x, t, weight or validation are not finite or do not fit the model.
-        CheckpointError: if the folder cannot be used, or holds another training.
-        ConvergenceError: if the training diverges.
+        CheckpointError: if the folder cannot be used, or holds a different training run.
+        ConvergenceError: if training diverges.
 
     Examples:
         >>> import hdnn
@@ -192,13 +193,13 @@ def fit(
         if progress:
             line = stack.enter_context(Progress("epoch", settings.epochs))
         batches = training.y_0.split(settings.batch)
-        for rows in (batches[0], batches[-1]):  # the last one is smaller
+        for rows in (batches[0], batches[-1]):  # the last minibatch is smaller
             training.layers.prepare(rows)
         return training.run(place, line)
 
 
 class _Training:
-    """One call of `fit`; all of its state is at the end of an epoch."""
+    """One call of `fit`; its state is always the state at the end of an epoch."""
 
     def __init__(
         self,
@@ -290,7 +291,7 @@ class _Training:
         return self.history
 
     def run_epoch(self) -> bool:
-        """One pass over the data; True if a callback ends the training."""
+        """One pass over the data; True if a callback ends training."""
         start = time.perf_counter()
         epoch = len(self.history.loss)
         moments = []
@@ -362,7 +363,7 @@ class _Training:
         return any(answers)
 
     def refit(self) -> None:
-        """Fit the output layer to all data; the hidden layers stay."""
+        """Fit the output layer to all data; the hidden layers stay as they are."""
         if self.options.solver == "joint":
             return
         y = features(self.model.net, self.y_0)
@@ -374,7 +375,7 @@ class _Training:
         )
 
     def measure(self, validation: Batch) -> None:
-        """Look at the held-out rows with the model that there would be if training ended here."""
+        """Measure the held-out rows with the model that training would return if it ended here."""
         y_0, t, weight = validation
         before = weights_of(self.head)
         self.refit()
@@ -393,7 +394,7 @@ class _Training:
         assign(self.head, before)
 
     def finish(self) -> None:
-        """Go back to the model of the best epoch, or fit the output layer to all data."""
+        """Restore the model of the best epoch, or fit the output layer to all data."""
         if self.best:
             self.model.load_state_dict(self.best)
         else:
@@ -408,7 +409,7 @@ class _Training:
     def diverged(
         self, epoch: int, y_0: Tensor | None, what: str = "the loss"
     ) -> ConvergenceError:
-        """The error of a training that has diverged, with the layer where it first shows."""
+        """The error for diverged training, with the first layer where it shows."""
         where = ""
         if y_0 is not None:
             with torch.no_grad():
@@ -420,14 +421,14 @@ class _Training:
                 else ""
             )
         return ConvergenceError(
-            f"{what} is not finite in epoch {epoch + 1}{where}: the training has diverged; lower "
+            f"{what} is not finite in epoch {epoch + 1}{where}: training has diverged; lower "
             "learning_rate, clip the gradients, or use a smaller step h."
         )
 
     # On disk
 
     def identity(self) -> dict[str, Any]:
-        """All that must be the same for a training to go on."""
+        """All that must be the same to resume a training run."""
         rows = [*self.data, *(self.held_out or ())]
         return {
             **asdict(self.options),
@@ -436,13 +437,13 @@ class _Training:
         }
 
     def open(self, place: Path | None) -> None:
-        """Go on with the training in the folder, if there is one."""
+        """Resume the training run in the folder, if there is one."""
         if place is None:
             return
         self.key = self.identity()
         state = checkpoint.read(place, self.key)
         if state is None:
-            self.save(place)  # the weights that the training begins with
+            self.save(place)  # the weights at the start of training
             return
         parts = (self.model, self.optimizer, self.generator)
         checkpoint.restore(state, *parts)
@@ -461,7 +462,7 @@ class _Training:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run PyTorch on one thread: several wait for each other longer than they compute."""
+    """Run PyTorch on one thread: several threads would wait longer than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -473,7 +474,7 @@ def one_thread() -> Iterator[None]:
 def check_data(
     model: Model, x: Tensor, t: Tensor, weight: Tensor | None, prefix: str = ""
 ) -> None:
-    """Refuse data that a model cannot be trained on; `prefix` stands before their names."""
+    """Refuse data that a model cannot be trained on; `prefix` precedes their names in errors."""
     head = getattr(model, "head", None)
     if not isinstance(head, (RegressionHead, SigmoidHead, SoftmaxHead)):
         raise OptionError(
@@ -488,16 +489,18 @@ def check_data(
     ):
         raise DataError(
             f"{prefix}x is {x.dtype} on {x.device} and t is on {t.device}, but the model is "
-            f"{like.dtype} on {like.device}; bring them together with .to()."
+            f"{like.dtype} on {like.device}; use .to() to make them match."
         )
     classes = not isinstance(head, RegressionHead)
     shape = (len(x),) if classes else (len(x), head.outputs)
     if x.ndim != 2 or x.shape[1] != model.inputs or not len(x):
         raise DataError(
-            f"{prefix}x must be (B, {model.inputs}), but is {tuple(x.shape)}."
+            f"{prefix}x must have shape (B, {model.inputs}), but has {tuple(x.shape)}."
         )
     if t.numel() != math.prod(shape) or len(t) != len(x):
-        raise DataError(f"{prefix}t must be {shape}, but is {tuple(t.shape)}.")
+        raise DataError(
+            f"{prefix}t must have shape {shape}, but has {tuple(t.shape)}."
+        )
     if not bool(x.isfinite().all() and t.isfinite().all()):
         raise DataError(
             f"{prefix}x or t has NaN or infinite values; remove or replace them."
@@ -513,7 +516,8 @@ def check_data(
         weight.shape != x.shape[:1] or not _is_weight(weight)
     ):
         raise DataError(
-            f"{prefix}weight must be ({len(x)},), finite, not negative and not all zero."
+            f"{prefix}weight must have shape ({len(x)},) and be finite, not negative and not all "
+            "zero."
         )
 
 

@@ -1,4 +1,4 @@
-"""The hidden layers of a network in a training: states, gradients, smoothness, and Adam.
+"""The hidden layers of a network in training: states, gradients, smoothness, and Adam.
 
 A small network runs through a minibatch in some fifty microseconds, so that each call of PyTorch
 around it counts.
@@ -26,8 +26,8 @@ NUMPY = (torch.float32, torch.float64)
 class HiddenLayers:
     """The last states of a network, and the gradients of its parameters.
 
-    Where one kernel runs all layers it is called directly, and autograd is left with what computes
-    its weights from the parameters: for a small network the rest takes longer than the kernel.
+    If one kernel runs all layers, it is called directly, and autograd only computes the kernel's
+    weights from the parameters: for a small network, all the rest takes longer than the kernel.
     """
 
     def __init__(self, net: Any) -> None:
@@ -64,7 +64,7 @@ class HiddenLayers:
         return (force._replace(K=K),)
 
     def prepare(self, y_0: Tensor) -> None:
-        """Plan how one kernel runs minibatches of this size, where one does."""
+        """Plan how one kernel runs minibatches of this size, if one kernel can."""
         if not self.direct:
             return
         net = self.net
@@ -78,7 +78,7 @@ class HiddenLayers:
             self.plans[len(y_0)] = plan
 
     def backward(self, g: Tensor) -> None:
-        """Add to the gradients of all parameters, from that of y_N."""
+        """Add to the gradients of all parameters, given the gradient of y_N."""
         if len(self.last) == 1:
             self.last[0].backward(g)
             return
@@ -107,9 +107,9 @@ class HiddenLayers:
 class Descent:
     """Steps on the parameters, down the gradient of the loss plus alpha R_K.
 
-    Adam (Kingma and Ba, 2015) on all parameters as one vector: PyTorch's own takes several times
+    Adam (Kingma and Ba, 2015) on all parameters as one vector: PyTorch's Adam takes several times
     as long for the few weights of a small network. The norm of the gradient is limited first; then
-    a parameter is added to its gradient, times its decay.
+    each parameter times its decay is added to its gradient.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Descent:
         self.plain = has_constant_step(net) and not own
         stacks = net._smooth() if self.plain else []
         self.plain &= all(isinstance(stack, nn.Parameter) for stack in stacks)
-        # A stack can be there twice, or not be trained.
+        # A stack can occur twice, or not be trained.
         self.stacks = [self.entries[p] for p in stacks if p in self.entries]
 
     def step(
@@ -218,6 +218,6 @@ def is_hooked(net: nn.Module) -> bool:
 
 
 def numbers(t: Tensor) -> Any:
-    """A tensor in its own memory, as an array of NumPy where that has one: its calls are short."""
+    """A tensor as a NumPy array that shares its memory, if possible: calls of NumPy are faster."""
     t = t.detach()
     return t.numpy() if t.is_cpu and t.dtype in NUMPY else t

@@ -1,9 +1,9 @@
-"""The output layer for given features: solved by Newton's method, or by the paper's Adam steps.
+"""The output layer for given features: solved with Newton's method, or the paper's Adam steps.
 
-Both minimise the mean loss + ridge/2 |(W, b)|^2 over only the output layer, a convex problem. With
-sample weights the mean is the weighted one. The problem is small, and nearly singular if `ridge` is
-small: it is solved with NumPy in float64, whatever the device and dtype of the model. `W` stands
-for (W, b) as one matrix (c, n + 1).
+Both methods minimise the mean loss + ridge/2 |(W, b)|^2 over only the output layer, a convex
+problem. With sample weights, the mean is weighted. The problem is small, and nearly singular if
+`ridge` is small: it is solved with NumPy in float64, whatever the device and dtype of the model.
+`W` denotes (W, b) as one matrix (c, n + 1).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Batch = tuple[Tensor, Tensor, Tensor | None]
 
 SOLVERS = ("newton", "adam", "joint")
 # For a minibatch, from zero. H1 with 1 layer on double moons then ends below 99% in 2 of 16
-# trainings; in 16 of 24 with 3 steps, in 6 of 24 with 4, and in 7 of 16 with 2 or 3 steps from the
-# output layer of the minibatch before.
+# training runs; in 16 of 24 with 3 steps, in 6 of 24 with 4, and in 7 of 16 with 2 or 3 steps from
+# the output layer of the previous minibatch.
 NEWTON_STEPS = 5
 ADAM_STEPS = 10
 REFIT_STEPS = 50
-HALVINGS = 30  # of a Newton step, at most
+HALVINGS = 30  # halvings of a Newton step, at most
 ENOUGH = 1e-14  # decrease of the loss, below which Newton's method ends
 HALF = np.array(0.5)  # a product with it takes half as long as one with 0.5
 EPSILON = np.array(1e-8)
-QUIET = np.errstate(all="ignore")  # `fit` says where numbers are not finite
+QUIET = np.errstate(all="ignore")  # `fit` reports where numbers are not finite
 CHUNK = 4096  # samples that go through a network at once
 
 
@@ -42,12 +42,12 @@ class Outcome(NamedTuple):
     """The loss of a minibatch, its accuracy and its gradient, with the output layer for it."""
 
     loss: float
-    accuracy: float  # NaN for a regression
-    gradient: Tensor  # of the mean loss in the features
+    accuracy: float  # NaN for regression
+    gradient: Tensor  # of the mean loss with respect to the features
 
 
 class Scores(NamedTuple):
-    """Log loss and accuracy, or mean squared error and R^2 (NaN where all targets are equal)."""
+    """Log loss and accuracy, or mean squared error and R^2 (NaN if all targets are equal)."""
 
     loss: float
     score: float
@@ -83,7 +83,7 @@ class OutputProblem:
         self.moment = self.T.dot(self.weighted.T)
 
     def rows(self, index: np.ndarray) -> OutputProblem | None:
-        """The problem of some of the samples; None if all of them have no weight."""
+        """The problem for some of the samples; None if their weights are all zero."""
         share = self.share[index]
         total = share.sum()
         if not total:
@@ -125,11 +125,11 @@ class OutputProblem:
         return HALF * np.tanh(HALF * S) + HALF
 
     def gradient(self, P: np.ndarray) -> np.ndarray:
-        """The gradient of the mean loss in W: (c, d)."""
+        """The gradient of the mean loss with respect to W: (c, d)."""
         return P.dot(self.weighted.T) - self.moment
 
     def hessian(self, P: np.ndarray) -> np.ndarray:
-        """The Hessian of the mean loss in all of W, row by row: (c d, c d)."""
+        """The Hessian of the mean loss with respect to W, row by row: (c d, c d)."""
         c = len(P)
         d, B = self.A.shape
         slopes = np.ones_like(P) if self.regression else P
@@ -149,7 +149,7 @@ class OutputProblem:
         return H
 
     def score(self, S: np.ndarray) -> float:
-        """The share of right classes; the mean of R^2 over the outputs of a regression."""
+        """The share of correct classes, or for regression the mean of R^2 over the outputs."""
         if self.softmax:
             right = S.argmax(0) == self.T.argmax(0)
             return float(self.share.dot(right))
@@ -170,7 +170,7 @@ class OutputProblem:
 
 
 class Output:
-    """The output layer of a model, and how it is found: "newton", "adam" or "joint".
+    """The output layer of a model, and how it is fitted: "newton", "adam" or "joint".
 
     With "joint" it is trained together with the hidden layers, and `solve` sets its gradient.
     """
@@ -183,7 +183,7 @@ class Output:
         self.ridge = ridge
         self.rate = rate
         self.shape = (head.outputs, head.features + 1)
-        self.corrections: list[np.ndarray] = []  # of Adam's means, by step
+        self.corrections: list[np.ndarray] = []  # for Adam's means, by step
 
     @QUIET
     def solve(self, batch: Batch) -> Outcome:
@@ -237,7 +237,7 @@ class Output:
             P = problem.predictions(W.dot(problem.A))
             np.add(problem.gradient(P), ridge * W, out=g)
             np.multiply(g, g, out=squares)
-            # NaN once squares overflow: then the training has diverged.
+            # NaN once squares overflow: then training has diverged.
             means += share * (powers - means)
             if count > len(self.corrections):
                 first = self.rate / (1 - 0.9**count)
@@ -254,7 +254,7 @@ class Output:
 def _minibatches(
     problem: OutputProblem, size: int, generator: torch.Generator
 ) -> Iterable[OutputProblem]:
-    """All samples in a new order for each step of the refit, but for empty minibatches."""
+    """All samples in a new order for each step of the refit, without empty minibatches."""
     count = len(problem.share)
     for _ in range(REFIT_STEPS):
         order = torch.randperm(count, generator=generator).numpy()
@@ -280,7 +280,7 @@ def newton(
         hessian += unit
         try:
             step = np.linalg.solve(hessian, gradient.reshape(-1))
-        except np.linalg.LinAlgError:  # rounding must not stop a training
+        except np.linalg.LinAlgError:  # rounding must not stop training
             break
         step = step.reshape(W.shape)
         decrease = np.vdot(gradient, step)

@@ -26,9 +26,10 @@ def cosine(done: float) -> float:
 
 
 def rate_factor(done: float, steps: int, warmup: float, schedule: str) -> float:
-    """The factor of the learning rate when the fraction `done` of all steps is done.
+    """The factor of the learning rate after the fraction `done` of all steps.
 
-    It rises for the fraction `warmup`, then stays "constant" or falls to zero as a "cosine".
+    The factor rises for the fraction `warmup`, then stays "constant" or falls to zero as a
+    "cosine".
     """
     if done < warmup:
         return min((done + 1 / steps) / warmup, 1.0)
@@ -44,29 +45,30 @@ def rate_factor(done: float, steps: int, warmup: float, schedule: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRecipe:
-    """The numbers of a training on images.
+    """The settings of a training run on images.
 
     Attributes:
-        epochs: passes over the images.
-        batch: images in a minibatch.
+        epochs: the number of passes over the images.
+        batch: the number of images in a minibatch.
         optimizer: "sgd", with Nesterov momentum, or "adam".
-        learning_rate: its largest value.
-        momentum: of SGD.
+        learning_rate: the largest learning rate.
+        momentum: the momentum of SGD.
         nesterov: True for Nesterov's momentum.
-        warmup: the fraction of all steps in which the rate rises; after that it falls as a cosine.
-        rates: instead of warmup and cosine, factors of the rate by epoch, such as ((0, 1.0), (120,
-            0.1)).
-        decay: instead of warmup and cosine, the factor of the rate from one epoch to the next.
-        weight_decay: on matrices and kernels, not on normalisations and biases.
-        label_smoothing: of the cross entropy.
+        warmup: the fraction of all steps in which the learning rate rises; it then falls as a
+            cosine.
+        rates: instead of warmup and cosine, factors of the learning rate by epoch, such as
+            ((0, 1.0), (120, 0.1)).
+        decay: instead of warmup and cosine, the learning rate's factor from one epoch to the next.
+        weight_decay: the weight decay of matrices and kernels, not of normalisations and biases.
+        label_smoothing: the label smoothing of the cross entropy.
         power: q > 0 makes the loss of an image (1 - p^q) / q instead of -log p, where p is the
             probability of its class: badly misclassified images then count less.
         smoothness: alpha, the penalty on differences between neighbouring layers.
         clip: the largest norm of the gradient; None for no limit.
-        pad: pixels added around an image, as room for crops.
+        pad: the number of pixels added around an image before it is cropped.
         flip: mirror half of the images.
         bf16: compute in bfloat16, by autocast.
-        seed: of the order of images, crops and flips.
+        seed: the seed for the order of images, crops and flips.
     """
 
     epochs: int = 40
@@ -99,7 +101,7 @@ class ImageRecipe:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields as JSON has them."""
+        """Its fields as plain values for JSON."""
         return {**asdict(self), "rates": [list(pair) for pair in self.rates]}
 
     def factor(self, step: int, batches: int) -> float:
@@ -134,7 +136,7 @@ _OURS_H: Settings = {
     "pad": 1,
 }
 _PAPER_H: Settings = {**_MS, "weight_decay": 4e-3, "smoothness": 8e-3}
-# By recipe and network. Ours moves images by a pixel, lets the weights decay less, and gives a
+# By recipe and network. Our recipe moves images by a pixel, decays the weights less, and gives a
 # network without hidden layers, which cannot fit all images, a bounded loss.
 MNIST: dict[str, dict[str, Settings]] = {
     "ours": {
@@ -154,8 +156,8 @@ MNIST: dict[str, dict[str, Settings]] = {
     "paper": {"none": _LINEAR, "ms1": _MS, "h1": _PAPER_H, "h2": _PAPER_H},
 }
 
-LONG = 100  # epochs, from which a training fits all of its images
-DROP = 0.3  # in long trainings, how often the last layer is left out
+LONG = 100  # from so many epochs on, training fits all images
+DROP = 0.3  # how often the last layer is skipped in long training runs
 _STAR: Settings = {
     "step": 0.5,
     "activation": "gelu",
@@ -179,7 +181,7 @@ LONG_STARS: dict[str, Settings] = {
     "h1": {**_H1, "drop": DROP},
     "h2": {**_H2, "channels": [96, 112, 144], "drop": DROP},
 }
-_PAPER_CIFAR: Settings = {  # the paper's own, which diverges without the clipping
+_PAPER_CIFAR: Settings = {  # the paper's recipe, which diverges without clipping
     "batch": 100,
     "learning_rate": 0.1,
     "nesterov": False,
@@ -219,8 +221,8 @@ def image_recipe(
     Args:
         data: "mnist" or "cifar10".
         network: one of `NETWORKS[data]`.
-        epochs: passes over the images.
-        seed: of the order of images, crops and flips.
+        epochs: the number of passes over the images.
+        seed: the seed for the order of images, crops and flips.
         by: "ours" or, for MNIST, the "paper".
         **options: fields of `ImageRecipe`.
 
@@ -265,13 +267,13 @@ def image_settings(
 def image_network(
     data: str, name: str, /, *, seed: int = 0, **settings: Any
 ) -> ImageModel:
-    """A network for "mnist" or "cifar10", with weights from its seed.
+    """A network for "mnist" or "cifar10", with weights drawn from a seed.
 
     Args:
         data: "mnist" or "cifar10".
         name: one of `NETWORKS[data]`.
-        seed: of the weights.
-        **settings: of its Hamiltonian layers, by default those of `image_settings`.
+        seed: the seed for the weights.
+        **settings: options of the Hamiltonian layers, by default from `image_settings`.
     """
     choose("network", name, NETWORKS[choose("data", data, NETWORKS)])
     with torch.random.fork_rng(
