@@ -1,4 +1,4 @@
-"""Learned flows of mechanical systems: FlowMap beside seven rivals, and its error by depth.
+"""Learned mechanical systems: FlowMap beside seven rivals, and its error by depth.
 
     python benchmarks/dynamics.py data
     python benchmarks/dynamics.py train --device cuda
@@ -670,7 +670,7 @@ def page(result: Result) -> str:
         rows.append([name, *map(number, middle), times["machine"]["machine"]])
     names = ("run", "FlowMap", "SympNet's code", "machine")
     texts["times"] = grid(names, rows)
-    lines = head("Learned flows of mechanical systems", result)
+    lines = head("Learned mechanical systems", result)
     return text_of([*lines, PAGE.format(**texts).rstrip()])
 
 

@@ -186,7 +186,7 @@ def found(result: dict[str, Any]) -> str:
 
 def page(result: dict[str, Any]) -> str:
     machine = result["machine"]["machine"]
-    lines = head(f"Gradients with default options, on {machine}", result)
+    lines = head(f"Default gradients, on {machine}", result)
     lines += [
         "",
         f"{result['sizes']['count']} random networks in float32; errors are measured against "

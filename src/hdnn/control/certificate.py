@@ -181,8 +181,9 @@ class LoopCertificate:
             f"energy balance  {answer} in {self.steps} steps from {self.samples} states of "
             f"{self.agents} agents, to {self.violation:.1e}\nenergy lost     at least "
             f"{self.dissipated:.3g} in each step\nnew weights     add at most {self.raised:.3g} "
-            f"(bound {self.bound:.3g}); after the horizon nothing\ngain            {gain}, from outside "
-            f"forces to outputs\ngradients       norm(dy_T/dy_t) {norms}"
+            f"(bound {self.bound:.3g}); after the horizon nothing\n"
+            f"gain            {gain}, from outside forces to outputs\n"
+            f"gradients       norm(dy_T/dy_t) {norms}"
         )
 
 

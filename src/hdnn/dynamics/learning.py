@@ -333,8 +333,8 @@ def _check(flow: Any, data: Windows) -> float:
     elif total > LOST * size:
         warnings.warn(
             f"the map has learned nothing: the error of a step is "
-            f"{float((total / size).sqrt()):.0%} of the size of states. Time must be the first axis of trajectories, and momenta come "
-            "before positions.",
+            f"{float((total / size).sqrt()):.0%} of the size of states. Time must be the "
+            "first axis of trajectories, and momenta come before positions.",
             DriftWarning,
             stacklevel=4,
         )

@@ -185,7 +185,7 @@ def figure(options: Any) -> Result:
         "finite": perturbed,
         "exponential": growth,
     }
-    title = "Exploding gradients: the two-dimensional example"
+    title = "Exploding gradients in two dimensions"
     return Result(title, finding, facts, page)
 
 
