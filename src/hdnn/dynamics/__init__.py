@@ -1,7 +1,7 @@
-"""Learned dynamics that never drift: symplectic maps of mechanical systems, from data.
+"""Learned dynamics that hardly drift: symplectic maps of mechanical systems, from data.
 
 A `FlowMap` learns the map from a state to the state one time step later. It is symplectic for any
-weights, so energies stay where they are over any number of steps. `systems` makes data to try it.
+weights, so energies hardly change, however often it is applied. `systems` makes data to try it.
 """
 
 from hdnn.dynamics import systems

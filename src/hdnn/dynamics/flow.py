@@ -38,7 +38,7 @@ class FlowMap(HubModule):
     """The map from a state y = (p, q) to the state one time step later, learned from data.
 
     It is an H2 network with gains between two changes of scale, so it is symplectic for any
-    weights: however often it is applied, it keeps volumes, and energies do not drift. States are
+    weights: however often it is applied, it keeps volumes, and energies hardly drift. States are
     `(*batch, n)`, momenta first; trajectories are `(steps+1, *batch, n)`, time first.
 
     With `damped=True` it is conformally symplectic: momenta shrink by a factor that is learned,
