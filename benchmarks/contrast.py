@@ -236,10 +236,10 @@ def page(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"Untrained networks of {sizes['features']} features in float64, {sizes['seeds']} seeds, "
-        f"{sizes['samples']} samples each. The first two columns are about the matrix dy_N/dy_0, "
-        "which the theorem is about. The other columns are for a single random gradient, "
-        "|dL/dy_0| / |dL/dy_N|, which may shrink. They show how much of it was left: in the worst "
-        "case, at the 5%, 50% and 95% quantiles, and in the best case.",
+        f"{sizes['samples']} samples each. The columns of norms describe the matrix dy_N/dy_0, "
+        "which the theorem is about. The other columns take a single random gradient, which may "
+        "shrink, and give the ratio |dL/dy_0| / |dL/dy_N|: in the worst case, "
+        "at the 5%, 50% and 95% quantiles, and in the best case.",
         "",
         "The gradients of residual networks and ReZero do not vanish here either. What they lack "
         "is a guarantee: their gradients do not vanish at the start, for weights drawn this way, "

@@ -117,7 +117,7 @@ def test_a_damped_map_learns_the_damping():
     flow.fit(y, steps=1500)
     assert flow.damping == pytest.approx(0.2, rel=0.1)
     assert not flow.guarantee().holds
-    with pytest.raises(HDNNError, match="keeps no energy"):
+    with pytest.raises(HDNNError, match="no energy is conserved"):
         flow.energy(y[0])
 
 

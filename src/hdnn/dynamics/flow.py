@@ -37,9 +37,9 @@ POINTS = 20  # states at which `report` differentiates the map
 class FlowMap(HubModule):
     """The map from a state y = (p, q) to the state one time step later, learned from data.
 
-    It is an H2 network with gains between two changes of scale, so it is symplectic for any
-    weights: however often it is applied, it keeps volumes, and energies hardly drift. States are
-    `(*batch, n)`, momenta first; trajectories are `(steps+1, *batch, n)`, time first.
+    It scales the state, applies an H2 network with gains, and scales back. So it is symplectic for
+    any weights: it preserves volumes, however often it is applied, and energies hardly drift.
+    States are `(*batch, n)`, momenta first; trajectories are `(steps+1, *batch, n)`, time first.
 
     With `damped=True` it is conformally symplectic: momenta shrink by a factor that is learned,
     half before the layers and half after them. Inputs push the momenta at the same two moments.
@@ -49,13 +49,13 @@ class FlowMap(HubModule):
         layers: N, layers with weights of their own. More of them fit one step better.
         dt: the time between two states.
         rows: hidden units of each half of a layer.
-        substeps: how often all layers are applied in one step. With several, the map is closer to
-            the flow of an energy, and its energy moves less.
+        substeps: how often all layers are applied in one step. More substeps preserve the energy
+            better.
         integrator: "semi_implicit_euler", "verlet" or "yoshida4".
         damped: learn a damping of all momenta.
         inputs: the number of inputs (forces, torques); 0 for none.
-        options: of the layers, as in `hdnn.H2`: `activation`, `generator`, `dtype`, `device`, and
-            `backprop`, which with "reversible" keeps the memory of a training flat in depth.
+        options: options for the layers, as in `hdnn.H2`: `activation`, `generator`, `dtype`,
+            `device`, and `backprop`; with "reversible", training memory does not grow with depth.
 
     Examples:
         >>> from hdnn import dynamics
@@ -189,7 +189,7 @@ class FlowMap(HubModule):
         Args:
             x: scaled states `(*batch, n)`.
             u: inputs `(*batch, inputs)`.
-            ratio: of the time step to dt.
+            ratio: the time step divided by dt.
             times: the number of steps, for a map without damping and inputs.
             inverse: go back in time.
         """
@@ -232,9 +232,9 @@ class FlowMap(HubModule):
         Args:
             y: first states `(*batch, n)`.
             steps: how many time steps.
-            inputs: of each step, `(steps, *batch, inputs)`.
-            every: return every so manieth state only: long rollouts are quicker then, and take
-                little memory.
+            inputs: the inputs of each step, `(steps, *batch, inputs)`.
+            every: return only every `every`-th state, which makes long rollouts faster and saves
+                memory.
         """
         steps = positive_int("steps", steps)
         x = self.scaled(torch.as_tensor(y).to(self.centre))
@@ -253,23 +253,23 @@ class FlowMap(HubModule):
         """The energy that the map keeps, `(*batch,)`; it is 0 at the centre of the data.
 
         A symplectic map near the identity is the flow of an energy of its own, close to that of the
-        system. Its gradient is the velocity turned by J, which 8 steps to either side give; it is
-        summed along the line from the centre to y.
+        system. The velocity is estimated from 8 steps forward and 8 back. Multiplied by J, it is
+        the gradient of the energy, which is integrated along the line from the centre to y.
 
         Raises:
-            OptionError: if the map is damped or has inputs, or a step turns the states too far.
+            OptionError: if the map is damped or has inputs, or its step is too large.
         """
         if self.damped or self.inputs:
             raise OptionError(
-                "a map with damping or inputs keeps no energy; energy() needs one without."
+                "energy() needs a map without damping or inputs: with them, no energy is conserved."
             )
         x = self.scaled(y)
         energy = self._energy(x)
         change = self._energy(self.move(x)) - energy
         if not bool(change.abs().mean() <= SMOOTH * energy.abs().mean()):
             raise OptionError(
-                f"one step of dt = {self.dt:g} turns these states too far for an energy; "
-                "learn the map of a smaller dt."
+                f"the step dt = {self.dt:g} is too large to compute an energy at these states; "
+                "learn the map with a smaller dt."
             )
         return energy
 
@@ -301,8 +301,8 @@ class FlowMap(HubModule):
 
         Args:
             y: first states `(B, n)`.
-            steps: of the rollout.
-            energy: of the system, a function of states; by default the map's own.
+            steps: the number of steps in the rollout.
+            energy: the energy of the system, a function of states; by default the map's own.
         """
         flow = copy.deepcopy(self).double()
         y = y.to(flow.centre)
@@ -341,7 +341,7 @@ class FlowMap(HubModule):
 
 
 def _repeated(force: Force, times: int) -> Force:
-    """The layers of a force, so many times in turn."""
+    """The layers of a force, repeated `times` times."""
     if times == 1:
         return force
     parts: list[Any] = [
@@ -356,9 +356,9 @@ class FlowReport:
     """Measurements of a learned map, in float64.
 
     Attributes:
-        steps: of the rollout.
-        drift: the mean change of the energy from its first to its last state, relative to the mean
-            energy above the centre.
+        steps: the number of steps in the rollout.
+        drift: the mean change in energy between the first and last states of the rollout, divided
+            by the mean energy, counted from the centre.
         defect: the deviation from a symplectic map (a conformally symplectic one if damped).
         volume: the largest change of the logarithm of volumes in a step, beyond the damping.
         damping: the learned damping.
