@@ -291,9 +291,8 @@ class HubModule(nn.Module):
         Raises:
             CheckpointError: if `save` cannot write the model, or cannot write to the folder.
         """
-        with contextlib.suppress(
-            OSError
-        ):  # writing then fails with a clear message
+        # Without the folder, writing fails with a clear message.
+        with contextlib.suppress(OSError):
             os.makedirs(folder, exist_ok=True)
         save(self, Path(folder, WEIGHTS))
         write_json(Path(folder, "config.json"), describe(self))

@@ -152,6 +152,9 @@ def test_inputs_push_the_momenta():
         for k in range(20):
             states.append(target(states[-1], u[k]))
     flow.fit(torch.stack(states), inputs=u, steps=600)
+    assert (
+        flow.report(states[0], 20, lambda y: y.square().sum(-1)).defect < 1e-13
+    )
     push = flow.port * flow.scale[0]
     assert float(push.detach()) == pytest.approx(0.25, rel=0.2)
 
@@ -199,6 +202,10 @@ def test_memory_of_a_training_can_be_flat_in_depth():
         ),
         (lambda: made(2, inputs=1).fit(spring(2, 9)), "inputs of this map"),
         (lambda: made(2, inputs=1)(torch.ones(2)), "u is missing"),
+        (
+            lambda: made(2, inputs=1).rollout(torch.ones(2), 9),
+            "inputs are missing",
+        ),
     ],
 )
 def test_mistakes_are_one_clear_sentence(call, message):

@@ -146,11 +146,7 @@ class FlowMap(HubModule):
             dt: another time step, by which all layers are scaled.
             inverse: the states one time step before y instead.
         """
-        if (u is None) == bool(self.inputs):
-            raise OptionError(
-                f"this map has {self.inputs} inputs, but u is "
-                f"{'missing' if u is None else 'given'}."
-            )
+        self._check_inputs("u is", u)
         ratio = 1.0 if dt is None else positive_float("dt", dt) / self.dt
         x = self.move(self.scaled(y), u, ratio, inverse=inverse)
         return self.unscaled(x)
@@ -160,6 +156,13 @@ class FlowMap(HubModule):
     ) -> Tensor:
         """The states one time step before y."""
         return self(y, u, dt, inverse=True)
+
+    def _check_inputs(self, name: str, u: Any) -> None:
+        if (u is None) == bool(self.inputs):
+            raise OptionError(
+                f"this map has {self.inputs} inputs, but {name} "
+                f"{'missing' if u is None else 'given'}."
+            )
 
     def scaled(self, y: Tensor) -> Tensor:
         """The states as the layers read them: of about unit size."""
@@ -237,6 +240,7 @@ class FlowMap(HubModule):
                 memory.
         """
         steps = positive_int("steps", steps)
+        self._check_inputs("inputs are", inputs)
         x = self.scaled(torch.as_tensor(y).to(self.centre))
         states = [x]
         numbers = self.substeps * sum(w.numel() for w in self.net.parameters())
@@ -307,11 +311,12 @@ class FlowMap(HubModule):
         flow = copy.deepcopy(self).double()
         y = y.to(flow.centre)
         H = energy or flow.energy
-        last = flow.rollout(y, steps, every=steps)[-1]
+        inputs = y.new_zeros(steps, self.inputs) if self.inputs else None
+        last = flow.rollout(y, steps, inputs, every=steps)[-1]
         rest = torch.cat([0 * flow.centre, flow.centre])
         size = (H(y) - H(rest[None])).abs().mean()
         drift = (H(last) - H(y)).abs().mean() / size
-        u = y.new_zeros(self.inputs) if self.inputs else None
+        u = None if inputs is None else inputs[0]
         matrices = vmap(jacrev(lambda y: flow(y, u)))(y[:POINTS]).detach()
         # A damped map shrinks J by exp(-damping dt).
         matrices = matrices.mT * math.exp(0.5 * self.damping * self.dt)
